@@ -1,0 +1,1 @@
+"""jaxspec: exact speculative decoding for Llama-family models in JAX."""

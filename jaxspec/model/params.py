@@ -1,0 +1,44 @@
+"""One declaration per parameter: its shape and the logical axes it has. Init, sharding, restore and conversion read it."""
+
+from typing import NamedTuple
+
+from jaxspec.model.config import LlamaConfig
+
+
+class ParamSpec(NamedTuple):
+    """Shape of a parameter and one logical axis name per dimension (see ``jaxspec.sharding``)."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def layer_specs(config: LlamaConfig) -> dict[str, ParamSpec]:
+    """Parameters of one decoder layer, by leaf name. Weights are stored [out, in].
+
+    ``qkv`` holds, per kv head, its G query heads, then its key, then its value head, so that one product computes all
+    three and a split over kv heads never separates a group. ``gate_up`` holds gate, then up.
+    """
+    c = config
+    return {
+        "attn_norm": ParamSpec((c.hidden_size,), ("embed",)),
+        "qkv": ParamSpec(
+            (c.num_kv_heads, c.group_size + 2, c.head_dim, c.hidden_size), ("kv_heads", None, "head_dim", "embed")
+        ),
+        "o": ParamSpec(
+            (c.hidden_size, c.num_kv_heads, c.group_size, c.head_dim), ("embed", "kv_heads", None, "head_dim")
+        ),
+        "mlp_norm": ParamSpec((c.hidden_size,), ("embed",)),
+        "gate_up": ParamSpec((2, c.intermediate_size, c.hidden_size), (None, "ffn", "embed")),
+        "down": ParamSpec((c.hidden_size, c.intermediate_size), ("embed", "ffn")),
+    }
+
+
+def param_specs(config: LlamaConfig) -> dict[str, ParamSpec]:
+    """Every parameter of the model by flat dotted name (``layers.3.qkv``), in checkpoint order."""
+    specs = {"embed": ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"))}
+    for layer in range(config.num_layers):
+        specs |= {f"layers.{layer}.{leaf}": spec for leaf, spec in layer_specs(config).items()}
+    specs["final_norm"] = ParamSpec((config.hidden_size,), ("embed",))
+    if not config.tie_word_embeddings:
+        specs["lm_head"] = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+    return specs

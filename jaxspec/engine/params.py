@@ -1,0 +1,241 @@
+"""What a request may ask for and what a server is started with: frozen records, each range stated and checked here.
+
+Request records (``Prompt``, ``SamplingParams``, ``SpeculationParams``) are checked by ``validate()``, which raises
+InvalidRequest naming field, value and range. Limits that need the model are arguments of ``validate``.
+"""
+
+import dataclasses
+import math
+import numbers
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from jaxspec.errors import InvalidRequest, UserError
+from jaxspec.shapes import GAMMA_MAX
+
+TEMPERATURE_MIN: Final = 1e-6  # below it logits / temperature leave float32; 0 itself means greedy
+TEMPERATURE_MAX: Final = 100.0
+STOPS_MAX: Final = 16
+STOP_CHARACTERS_MAX: Final = 256
+STOP_TOKEN_IDS_MAX: Final = 16
+LOGPROBS_MAX: Final = 8
+SEED_MAX: Final = 2**64 - 1
+PROMPT_LOOKUP_MAX: Final = 16
+
+METHODS: Final = ("ngram", "draft_model", "none")
+REJECTION_SAMPLE_METHODS: Final = ("token",)
+
+BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
+BEAM_SEARCH_REASON: Final = (
+    "1 or unset: beam search keeps the most probable texts, which is another law than sampling from the model, and the "
+    "acceptance laws are exact for sampling and for greedy decoding alone"
+)
+
+_ROLE: Final = re.compile(r"[a-z][a-z_]{0,31}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Exactly one of: plain text, token ids, or a chat as (role, content) messages.
+
+    Text and chat content are ordinary text: spellings of special tokens in them never become control ids.
+    """
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    chat: tuple[tuple[str, str], ...] | None = None
+
+    @classmethod
+    def of(cls, prompt: "Prompt | str | Sequence[int]") -> "Prompt":
+        """A str is text, any other sequence is token ids."""
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, str):
+            return cls(text=prompt)
+        return cls(ids=tuple(prompt))
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raises InvalidRequest: none or several forms, an empty prompt, text that is not Unicode, ids out of range."""
+        given = [name for name in ("text", "ids", "chat") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest("prompt", given, "exactly one of prompt (text), prompt_ids and chat")
+        if self.text is not None:
+            _check_text("prompt", self.text)
+            if not self.text:
+                raise InvalidRequest("prompt", self.text, "at least 1 character")
+        if self.ids is not None:
+            if not self.ids:
+                raise InvalidRequest("prompt_ids", list(self.ids), "at least 1 token id")
+            _check_token_ids("prompt_ids", self.ids, vocab_size)
+        if self.chat is not None:
+            if not self.chat:
+                raise InvalidRequest("chat", [], "at least 1 message")
+            for index, (role, content) in enumerate(self.chat):
+                if not (isinstance(role, str) and _ROLE.fullmatch(role)):
+                    raise InvalidRequest(
+                        f"chat[{index}].role", role, "1 to 32 lower-case letters or underscores, such as user"
+                    )
+                _check_text(f"chat[{index}].content", content)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when a request ends.
+
+    Filters apply in the order temperature, top_k, top_p, min_p. The end-of-sequence tokens of the model stop a request
+    unless ``ignore_eos``; nothing of a stop string or after it is returned.
+    """
+
+    max_tokens: int | None = None  # >= 1; None or more than fits: up to the context length, finish reason "length"
+    min_tokens: int = 0  # 0..max_tokens; stop tokens are banned before it
+    temperature: float = 1.0  # 0 (greedy) or 1e-6..100
+    top_k: int = 0  # >= 0; 0: off
+    top_p: float = 1.0  # (0, 1]; 1: off
+    min_p: float = 0.0  # [0, 1]; 0: off
+    seed: int | None = None  # 0..2**64-1; None: random, reported in Summary.seed
+    stop: tuple[str, ...] = ()  # at most 16 strings of 1..256 characters
+    stop_token_ids: tuple[int, ...] = ()  # at most 16, in addition to the end-of-sequence tokens
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives per token, 0..8; None: no log-probabilities
+    skip_special_tokens: bool = True
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raises InvalidRequest naming the first field outside its range."""
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None, "an integer >= 1, or unset for the rest of the context")
+        _check_int("min_tokens", self.min_tokens, 0, None, "an integer >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        _check_number("temperature", self.temperature)
+        if self.temperature != 0 and not TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX:
+            raise InvalidRequest(
+                "temperature", self.temperature, f"0 (greedy) or a number in [{TEMPERATURE_MIN:g}, {TEMPERATURE_MAX:g}]"
+            )
+        _check_int("top_k", self.top_k, 0, None, "an integer >= 0 (0 turns top-k off)")
+        _check_number("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequest("top_p", self.top_p, "a number in (0, 1] (1 turns top-p off)")
+        _check_number("min_p", self.min_p)
+        if not 0 <= self.min_p <= 1:
+            raise InvalidRequest("min_p", self.min_p, "a number in [0, 1] (0 turns min-p off)")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, SEED_MAX, "an integer in [0, 2**64 - 1], or unset for a random one")
+        self._validate_stops(vocab_size)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, LOGPROBS_MAX, f"an integer in [0, {LOGPROBS_MAX}], or unset")
+
+    def _validate_stops(self, vocab_size: int | None) -> None:
+        if isinstance(self.stop, str):
+            raise InvalidRequest("stop", self.stop, "a list of strings")
+        if len(self.stop) > STOPS_MAX:
+            raise InvalidRequest("stop", f"{len(self.stop)} strings", f"at most {STOPS_MAX} strings")
+        for index, stop in enumerate(self.stop):
+            _check_text(f"stop[{index}]", stop)
+            if not 1 <= len(stop) <= STOP_CHARACTERS_MAX:
+                raise InvalidRequest(f"stop[{index}]", stop, f"1 to {STOP_CHARACTERS_MAX} characters")
+        if len(self.stop_token_ids) > STOP_TOKEN_IDS_MAX:
+            raise InvalidRequest(
+                "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {STOP_TOKEN_IDS_MAX} token ids"
+            )
+        _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationParams:
+    """What one request may change about speculation."""
+
+    num_speculative_tokens: int | None = None  # drafted tokens per step, 0..8; 0: plain decoding; None: the server's
+
+    def validate(self) -> None:
+        """Raises InvalidRequest for a count outside [0, 8]."""
+        if self.num_speculative_tokens is not None:
+            _check_int(
+                "num_speculative_tokens",
+                self.num_speculative_tokens,
+                0,
+                GAMMA_MAX,
+                f"an integer in [0, {GAMMA_MAX}] (0 is plain decoding), or unset for the server's",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """How a server speculates: fixed at start-up, because every option here changes what is compiled."""
+
+    method: str = "ngram"  # ngram, draft_model or none
+    num_speculative_tokens: int = GAMMA_MAX  # drafted tokens per step when a request does not say, 0..8
+    prompt_lookup_max: int = 4  # longest suffix that the ngram drafter looks up, tokens, 1..16
+    prompt_lookup_min: int = 2  # shortest one, 1..prompt_lookup_max
+    rejection_sample_method: str = "token"
+    model: str | None = None  # folder of the draft checkpoint, needed by draft_model alone
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UserError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.rejection_sample_method not in REJECTION_SAMPLE_METHODS:
+            raise UserError(
+                f"rejection_sample_method: expected {' or '.join(REJECTION_SAMPLE_METHODS)}, "
+                f"got {self.rejection_sample_method!r}"
+            )
+        _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, GAMMA_MAX, f"an integer in 0..{GAMMA_MAX}")
+        _check_int(
+            "prompt_lookup_max", self.prompt_lookup_max, 1, PROMPT_LOOKUP_MAX, f"an integer in 1..{PROMPT_LOOKUP_MAX}"
+        )
+        _check_int(
+            "prompt_lookup_min",
+            self.prompt_lookup_min,
+            1,
+            self.prompt_lookup_max,
+            f"an integer in 1..prompt_lookup_max={self.prompt_lookup_max}",
+        )
+        if self.model is not None and not isinstance(self.model, str):
+            raise UserError(f"model: expected the path of a checkpoint folder, got {self.model!r}")
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> "SpeculationConfig":
+        """The ``--speculative-config`` JSON object. Unknown keys raise UserError, all of them named."""
+        if not isinstance(data, Mapping):
+            raise UserError(f"speculative-config: expected a JSON object, got {type(data).__name__}")
+        values = dict(data)
+        for key in sorted(BEAM_SEARCH_KEYS & set(values)):
+            refuse_beam_search(key, values.pop(key))
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UserError(
+                f"speculative-config: unknown key {', '.join(map(repr, unknown))}; expected {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+
+def refuse_beam_search(field: str, value: object) -> None:
+    """Raises InvalidRequest with the reason unless ``value`` asks for one beam or none."""
+    if value not in (None, False, 0, 1):
+        raise InvalidRequest(field, value, BEAM_SEARCH_REASON)
+
+
+def _check_int(field: str, value: object, low: int, high: int | None, expected: str) -> None:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_int or int(value) < low or (high is not None and int(value) > high):
+        raise InvalidRequest(field, value, expected)
+
+
+def _check_number(field: str, value: object) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidRequest(field, value, "a finite number")
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(field, value, "text")
+    # Undecodable bytes reach Python as lone surrogates (command lines, JSON escapes); no tokenizer can take them.
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidRequest(field, value, "valid Unicode text, without lone surrogates")
+
+
+def _check_token_ids(field: str, ids: Sequence[object], vocab_size: int | None) -> None:
+    expected = "a token id >= 0" if vocab_size is None else f"a token id in [0, {vocab_size - 1}]"
+    high = None if vocab_size is None else vocab_size - 1
+    for index, token_id in enumerate(ids):
+        _check_int(f"{field}[{index}]", token_id, 0, high, expected)

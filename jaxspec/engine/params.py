@@ -216,13 +216,14 @@ def refuse_beam_search(field: str, value: object) -> None:
 
 
 def _check_int(field: str, value: object, low: int, high: int | None, expected: str) -> None:
-    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_int or int(value) < low or (high is not None and int(value) > high):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequest(field, value, expected)
+    if int(value) < low or (high is not None and int(value) > high):
         raise InvalidRequest(field, value, expected)
 
 
 def _check_number(field: str, value: object) -> None:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise InvalidRequest(field, value, "a finite number")
 
 

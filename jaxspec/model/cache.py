@@ -1,0 +1,67 @@
+"""The key/value cache: an explicit pytree, donated to a pass and returned by it.
+
+Slot s of a row holds the token at position s, so the causal mask is all the masking there is: a rollback lowers a
+length, slots past it are stale, never attended, and overwritten later. docs/decisions/cache-layout.md has the reasons.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.model.config import LlamaConfig
+from jaxspec.sharding import Sharding
+
+# [B, K, S, H]: batch and head lead, so that attention is a plain batched product without a transposed copy.
+CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, each [B, K, S, H]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class KVCache(NamedTuple):
+    """One LayerCache per layer, and how many leading slots of each row are valid."""
+
+    layers: tuple[LayerCache, ...]
+    length_B: jax.Array  # int32
+
+    @property
+    def window(self) -> int:
+        """S, slots per row."""
+        return self.layers[0].k.shape[2]
+
+
+def cache_shape(config: LlamaConfig, rows: int, slots: int) -> tuple[int, int, int, int]:
+    """[B, K, S, H] of one key or value array."""
+    return rows, config.num_kv_heads, slots, config.head_dim
+
+
+def empty_cache(config: LlamaConfig, sharding: Sharding, rows: int, slots: int, dtype: jnp.dtype) -> KVCache:
+    """A zeroed cache (inside a jit). Zeros matter: masked slots still meet a zero weight, and 0 x NaN is NaN."""
+    shape = cache_shape(config, rows, slots)
+
+    def zeros() -> jax.Array:
+        return sharding.constrain(jnp.zeros(shape, dtype), *CACHE_AXES)
+
+    layers = tuple(LayerCache(zeros(), zeros()) for _ in range(config.num_layers))
+    return KVCache(layers, jnp.zeros((rows,), jnp.int32))
+
+
+def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Puts new_BTKH at slots positions_BT of each row. A position outside [0, S) is dropped.
+
+    The rows are a batch dimension of the scatter (vmap), not an iota of indices: over a data axis an indexed row
+    dimension costs two all-gathers per write.
+    """
+    slots = cache_BKSH.shape[2]
+    # A negative index would wrap around to the row's end; one past the end is dropped.
+    positions_BT = jnp.where(positions_BT < 0, slots, positions_BT)
+
+    def write_row(row_KSH: jax.Array, new_TKH: jax.Array, positions_T: jax.Array) -> jax.Array:
+        return row_KSH.at[:, positions_T].set(new_TKH.swapaxes(0, 1), mode="drop")
+
+    return jax.vmap(write_row)(cache_BKSH, new_BTKH.astype(cache_BKSH.dtype), positions_BT)

@@ -1,0 +1,108 @@
+"""The layers of a Llama decoder as Flax NNX modules."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.model.cache import LayerCache, write
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.params import ParamSpec, layer_specs
+from jaxspec.model.rope import rotate
+from jaxspec.sharding import Sharding
+
+
+def product(x: jax.Array, weight: jax.Array, n_in: int) -> jax.Array:
+    """x [B, T, in...] times weight [out..., in...] over the last ``n_in`` axes -> float32 [B, T, out...].
+
+    Every matrix product with parameters goes through here, so that other storage (int8) has one place to join.
+    """
+    rows = x.shape[0] * x.shape[1]
+    x_flat = x.reshape(rows, *x.shape[2:]).astype(weight.dtype)
+    # One-row bfloat16 products leave the fast kernels of XLA's CPU backend (12x slower than two rows).
+    if rows == 1 and weight.dtype == jnp.bfloat16:
+        x_flat = jnp.concatenate([x_flat, jnp.zeros_like(x_flat)])
+    contracted = (tuple(range(1, 1 + n_in)), tuple(range(weight.ndim - n_in, weight.ndim)))
+    out = jax.lax.dot_general(x_flat, weight, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    return out[:rows].reshape(*x.shape[:2], *out.shape[1:])
+
+
+class Linear(nnx.Module):
+    """A weight [out..., in...] and its :func:`product`."""
+
+    def __init__(self, spec: ParamSpec, n_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.n_in = n_in
+        self.weight = nnx.Param(initial_weight(spec.shape, n_in, dtype, rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return product(x, self.weight[...], self.n_in)
+
+
+def initial_weight(shape: tuple[int, ...], n_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> jax.Array:
+    """Normal weights with variance 1 / fan-in."""
+    scale = 1 / math.sqrt(math.prod(shape[len(shape) - n_in :]))
+    return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x = x_BTD.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return x * self.weight[...].astype(jnp.float32)[None, None, :]
+
+
+def attend(q_BTKGH: jax.Array, cache: LayerCache, positions_BT: jax.Array) -> jax.Array:
+    """Grouped-query attention of queries at positions_BT over every slot s <= position. Returns [B, T, K, G, H]."""
+    B, T, K, G, H = q_BTKGH.shape
+    # Queries of one kv head form one matrix, [T * G, H], so that each product is a plain batched one.
+    q = jnp.transpose(q_BTKGH, (0, 2, 1, 3, 4)).reshape(B, K, T * G, H).astype(cache.k.dtype)
+    scores = jnp.einsum("bkqh,bksh->bkqs", q, cache.k, preferred_element_type=jnp.float32) / math.sqrt(H)
+    slots_S = jnp.arange(cache.k.shape[2])
+    visible_BTS = slots_S[None, None, :] <= positions_BT[:, :, None]
+    scores = scores.reshape(B, K, T, G, -1)
+    scores = jnp.where(visible_BTS[:, None, :, None, :], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, T * G, -1).astype(cache.v.dtype)
+    out = jnp.einsum("bkqs,bksh->bkqh", weights, cache.v, preferred_element_type=jnp.float32)
+    return jnp.transpose(out.reshape(B, K, T, G, H), (0, 2, 1, 3, 4))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and SwiGLU, each with a pre-norm and a residual. The residual stream is float32."""
+
+    def __init__(self, config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        specs = layer_specs(config)
+        self.groups = config.group_size
+        self.sharding = sharding
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.qkv = Linear(specs["qkv"], 1, dtype, rngs)
+        self.o = Linear(specs["o"], 3, dtype, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.gate_up = Linear(specs["gate_up"], 1, dtype, rngs)
+        self.down = Linear(specs["down"], 1, dtype, rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, cache: LayerCache, positions_BT: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, LayerCache]:
+        groups = self.groups
+        qkv = self.qkv(self.attn_norm(x_BTD))  # [B, T, K, G + 2, H]
+        qk = rotate(qkv[:, :, :, : groups + 1], cos, sin)
+        cache = LayerCache(
+            write(cache.k, qk[:, :, :, groups], positions_BT),
+            write(cache.v, qkv[:, :, :, groups + 1], positions_BT),
+        )
+        attended = attend(qk[:, :, :, :groups], cache, positions_BT)
+        x_BTD = x_BTD + self._whole(self.o(attended))
+        gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, 2, F]
+        activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return x_BTD + self._whole(self.down(activated)), cache
+
+    def _whole(self, x_BTD: jax.Array) -> jax.Array:
+        """The sum over the model axis: the only two collectives of a layer."""
+        return self.sharding.constrain(x_BTD, "batch", "tokens", "embed")

@@ -1,0 +1,117 @@
+"""The Llama decoder: token ids in, hidden states and logits out."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, product
+from jaxspec.model.params import ParamSpec, param_specs
+from jaxspec.model.rope import inverse_frequencies, rotation
+from jaxspec.sharding import Sharding
+
+
+class Output(NamedTuple):
+    """What a pass returns: hidden_BTD after the final norm, and the cache with the new tokens written."""
+
+    hidden_BTD: jax.Array
+    cache: KVCache
+
+
+class Embedding(nnx.Module):
+    """The token table [V, D]; also the head of a model with tied embeddings."""
+
+    def __init__(self, spec: ParamSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(initial_weight(spec.shape, 1, dtype, rngs))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.weight[...][tokens_BT].astype(jnp.float32)
+
+
+class Llama(nnx.Module):
+    """A Llama-family decoder with unrolled layers; parameters as declared in ``params.py``."""
+
+    def __init__(self, config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        specs = param_specs(config)
+        self.config = config
+        self.sharding = sharding
+        self.embed = Embedding(specs["embed"], dtype, rngs)
+        self.layers = nnx.List([DecoderLayer(config, sharding, dtype, rngs) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(specs["lm_head"], 1, dtype, rngs)
+
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache) -> Output:
+        """One pass over tokens_BT at positions_BT of each row.
+
+        A position outside [0, S) marks padding: nothing is written there and its output means nothing. The caller
+        decides how many of the written tokens are valid, so ``cache.length_B`` passes through unchanged.
+        """
+        tokens_BT = jnp.clip(tokens_BT, 0, self.config.vocab_size - 1)
+        x = self.sharding.constrain(self.embed(tokens_BT), "batch", "tokens", "embed")
+        cos, sin = rotation(inverse_frequencies(self.config), positions_BT)
+        layers = []
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x, layer_cache = layer(x, layer_cache, positions_BT, cos, sin)
+            layers.append(layer_cache)
+        return Output(self.final_norm(x), KVCache(tuple(layers), cache.length_B))
+
+    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+        """float32 [B, T, V], whole on every device: the laws judge them once, identically everywhere."""
+        head = self.embed if self.config.tie_word_embeddings else self.lm_head
+        return self.sharding.constrain(product(hidden_BTD, head.weight[...], 1), None, None, None)
+
+
+class ModelDef(NamedTuple):
+    """The static half of a model (NNX graph definition) and how its parameters are named and laid out.
+
+    Parameters travel as a flat dict by dotted name, the cheapest pytree to hand to a jitted call.
+    """
+
+    config: LlamaConfig
+    sharding: Sharding
+    dtype: jnp.dtype
+    graphdef: Any
+    abstract: Any  # nnx.State of ShapeDtypeStructs
+
+    def merge(self, params: Mapping[str, jax.Array]) -> Llama:
+        """The module over these parameters (inside a jit)."""
+        flat = nnx.to_flat_state(self.abstract)
+        state = nnx.from_flat_state([(path, leaf.replace(params[param_name(path)])) for path, leaf in flat])
+        return nnx.merge(self.graphdef, state)
+
+    def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
+        """Where each parameter lives, by name."""
+        return {name: self.sharding.named(spec.axes, spec.shape) for name, spec in param_specs(self.config).items()}
+
+    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtype and shardings of the parameters, for lowering without weights."""
+        shardings = self.shardings()
+        return {
+            name: jax.ShapeDtypeStruct(spec.shape, self.dtype, sharding=shardings[name])
+            for name, spec in param_specs(self.config).items()
+        }
+
+
+def param_name(path: tuple[Any, ...]) -> str:
+    """The dotted parameter name of an NNX path: ('layers', 0, 'qkv', 'weight') -> 'layers.0.qkv'."""
+    return ".".join(str(part) for part in path[:-1])
+
+
+def define(config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype) -> ModelDef:
+    """Builds the module abstractly (no memory) and splits it at the NNX boundary."""
+    module = nnx.eval_shape(lambda: Llama(config, sharding, dtype, nnx.Rngs(0)))
+    graphdef, abstract = nnx.split(module)
+    return ModelDef(config, sharding, dtype, graphdef, abstract)
+
+
+def random_params(model: ModelDef, seed: int) -> dict[str, jax.Array]:
+    """Randomly initialised parameters in their shardings."""
+    module = Llama(model.config, model.sharding, model.dtype, nnx.Rngs(seed))
+    shardings = model.shardings()
+    flat = nnx.to_flat_state(nnx.state(module))
+    return {param_name(path): jax.device_put(leaf[...], shardings[param_name(path)]) for path, leaf in flat}

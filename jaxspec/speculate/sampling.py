@@ -1,0 +1,252 @@
+"""From logits to final laws, and from laws to tokens.
+
+A final law is what a token is drawn from: logits masked by vocabulary and stop bans, then temperature, top-k, top-p
+and min-p in that order, renormalised. Target and draft go through the same functions, so that q is exactly the law
+its token was drawn from. Sorting the vocabulary costs more than the target pass, so filters are thresholds: read from
+the ``CANDIDATES`` largest logits where these reach far enough, else found exactly by bisection over the floats.
+"""
+
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.shapes import GAMMA_MAX, sizes
+
+# The largest logits that are looked at first; one partial sort serves top-k and top-p.
+CANDIDATES: Final = 64
+# Width of the inner level of a draw.
+BLOCK: Final = 256
+
+
+class RowSampling(NamedTuple):
+    """Sampling parameters, one value per row. Empty slots carry the neutral values (1, 0, 1, 0)."""
+
+    temperature_B: jax.Array  # f32, 0 is greedy
+    top_k_B: jax.Array  # i32, 0 is off
+    top_p_B: jax.Array  # f32, 1 is off
+    min_p_B: jax.Array  # f32, 0 is off
+
+
+class Uniforms(NamedTuple):
+    """The random numbers of one round, in [0, 1). Streams and offsets are independent of each other."""
+
+    draft_BJ: jax.Array  # draws x_1 .. x_J from q
+    coin_BJ: jax.Array  # judges x_1 .. x_J
+    last_B: jax.Array  # draws the correction or the bonus
+
+
+def mask_logits(logits_BJV: jax.Array, stop_ids_BE: jax.Array, ban_BJ: jax.Array, valid_vocab: int) -> jax.Array:
+    """Logits with -inf at ids from ``valid_vocab`` on and, where ``ban_BJ``, at the row's stop ids (-1 pads them)."""
+    size = sizes(logits_BJV=logits_BJV, stop_ids_BE=stop_ids_BE, ban_BJ=ban_BJ)
+    if valid_vocab < size["V"]:
+        padding_V = jnp.arange(size["V"]) >= valid_vocab
+        logits_BJV = jnp.where(padding_V[None, None, :], -jnp.inf, logits_BJV)
+
+    def banned(logits_BJV: jax.Array) -> jax.Array:
+        # An index past the end drops the write; a negative one would wrap.
+        ids_BJE = jnp.where(ban_BJ[:, :, None] & (stop_ids_BE >= 0)[:, None, :], stop_ids_BE[:, None, :], size["V"])
+        set_row = jax.vmap(jax.vmap(lambda row_V, ids_E: row_V.at[ids_E].set(-jnp.inf, mode="drop")))
+        return set_row(logits_BJV, ids_BJE)
+
+    return lax.cond(jnp.any(ban_BJ), banned, lambda logits_BJV: logits_BJV, logits_BJV)
+
+
+def final_law(logits_BJV: jax.Array, rows: RowSampling) -> jax.Array:
+    """The final laws p_BJV of every position: temperature, top-k, top-p, min-p, renormalised.
+
+    Every filter keeps ties. A temperature of zero gives the one-hot of the argmax (the first of exact ties). Every row
+    needs a finite largest logit.
+    """
+    sizes(logits_BJV=logits_BJV, temperature_B=rows.temperature_B)
+    greedy_B = rows.temperature_B <= 0
+    return lax.cond(jnp.all(greedy_B), lambda: _one_hot_of_argmax(logits_BJV), lambda: _mixed_law(logits_BJV, rows))
+
+
+def first_argmax(logits_BJV: jax.Array) -> jax.Array:
+    """Index of the largest logit, i32, the first of exact ties. Two plain reductions vectorise; argmax does not."""
+    ids_V = lax.iota(jnp.int32, logits_BJV.shape[-1])
+    peak_BJ1 = jnp.max(logits_BJV, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(logits_BJV == peak_BJ1, ids_V[None, None, :], jnp.int32(ids_V.size - 1)), axis=-1)
+
+
+def _one_hot_of_argmax(logits_BJV: jax.Array) -> jax.Array:
+    return jax.nn.one_hot(first_argmax(logits_BJV), logits_BJV.shape[-1], dtype=logits_BJV.dtype)
+
+
+def _mixed_law(logits_BJV: jax.Array, rows: RowSampling) -> jax.Array:
+    dtype = logits_BJV.dtype
+    greedy_B = rows.temperature_B <= 0
+    divisor_B = jnp.where(greedy_B, 1, rows.temperature_B).astype(dtype)
+    peak_BJ1 = jnp.max(logits_BJV, axis=-1, keepdims=True)
+    scaled_BJV = (logits_BJV - peak_BJ1) / divisor_B[:, None, None]
+    weights_BJV = jnp.exp(scaled_BJV)
+
+    cuts = ~greedy_B & ((rows.top_k_B > 0) | (rows.top_p_B < 1))
+    none_BJ = jnp.full(logits_BJV.shape[:-1], -jnp.inf, dtype)
+    floors = lax.cond(
+        jnp.any(cuts),
+        lambda: _floors(logits_BJV, scaled_BJV, weights_BJV, rows),
+        lambda: _Floors(none_BJ, none_BJ),
+    )
+    # The largest weight is exactly 1, so min-p needs no other number.
+    keep_BJV = (
+        (logits_BJV >= floors.logit_BJ[:, :, None])
+        & (scaled_BJV >= floors.scaled_BJ[:, :, None])
+        & (weights_BJV >= rows.min_p_B.astype(dtype)[:, None, None])
+    )
+    weights_BJV = jnp.where(keep_BJV, weights_BJV, 0)
+    p_BJV = weights_BJV / jnp.sum(weights_BJV, axis=-1, keepdims=True)
+    return lax.cond(
+        jnp.any(greedy_B),
+        lambda: jnp.where(greedy_B[:, None, None], _one_hot_of_argmax(logits_BJV), p_BJV),
+        lambda: p_BJV,
+    )
+
+
+class _Floors(NamedTuple):
+    """What a token must reach to stay: top-k speaks of logits, top-p of logits after temperature."""
+
+    logit_BJ: jax.Array
+    scaled_BJ: jax.Array
+
+
+def _floors(logits_BJV: jax.Array, scaled_BJV: jax.Array, weights_BJV: jax.Array, rows: RowSampling) -> _Floors:
+    vocab = logits_BJV.shape[-1]
+    dtype = logits_BJV.dtype
+    width = min(CANDIDATES, vocab)
+    top_BJC, ids_BJC = lax.top_k(logits_BJV, width)
+    shape_BJ = top_BJC.shape[:-1]
+
+    # top-k: the k-th largest logit.
+    uses_k_B = (rows.top_k_B > 0) & (rows.top_k_B < vocab)
+    kth_B = jnp.clip(rows.top_k_B - 1, 0, width - 1)
+    near_BJ = jnp.take_along_axis(top_BJC, jnp.broadcast_to(kth_B[:, None, None], (*shape_BJ, 1)), axis=-1)[..., 0]
+    logit_BJ = jnp.where(uses_k_B[:, None], near_BJ, -jnp.inf)
+    far_B = uses_k_B & (rows.top_k_B > width)
+
+    def far_k() -> jax.Array:
+        count_BJ = jnp.broadcast_to(rows.top_k_B.astype(dtype)[:, None], shape_BJ)
+        floor_BJ = _largest_floor(
+            logits_BJV,
+            jnp.ones((), dtype),
+            count_BJ,
+            jnp.full(shape_BJ, -jnp.inf, dtype),
+            top_BJC[..., -1],
+            jnp.broadcast_to(far_B[:, None], shape_BJ),
+        )
+        return jnp.where(far_B[:, None], floor_BJ, logit_BJ)
+
+    logit_BJ = lax.cond(jnp.any(far_B), far_k, lambda: logit_BJ)
+
+    # top-p: the largest floor that leaves the wanted share of what top-k left.
+    uses_p_B = rows.top_p_B < 1
+    kept_BJV = jnp.where(logits_BJV >= logit_BJ[:, :, None], weights_BJV, 0)
+    mass_BJ = jnp.sum(kept_BJV, axis=-1)
+    wanted_BJ = rows.top_p_B.astype(dtype)[:, None] * mass_BJ
+    top_scaled_BJC = jnp.take_along_axis(scaled_BJV, ids_BJC, axis=-1)
+    reached_BJC = jnp.cumsum(jnp.exp(top_scaled_BJC), axis=-1) >= wanted_BJ[:, :, None]
+    nth_BJ = jnp.argmax(reached_BJC, axis=-1)
+    inside_BJ = jnp.any(reached_BJC, axis=-1)
+    near_BJ = jnp.take_along_axis(top_scaled_BJC, nth_BJ[:, :, None], axis=-1)[..., 0]
+    scaled_BJ = jnp.where(uses_p_B[:, None] & inside_BJ, near_BJ, -jnp.inf)
+    far_BJ = uses_p_B[:, None] & ~inside_BJ & (top_BJC[..., -1] >= logit_BJ)
+
+    def far_p() -> jax.Array:
+        # Below this floor V tokens together could not weigh the share that may be dropped.
+        spare_BJ = (1 - rows.top_p_B.astype(dtype))[:, None] * mass_BJ
+        lowest_BJ = 2 * jnp.log(spare_BJ / vocab)
+        floor_BJ = _largest_floor(scaled_BJV, kept_BJV, wanted_BJ, lowest_BJ, top_scaled_BJC[..., -1], far_BJ)
+        return jnp.where(far_BJ, floor_BJ, scaled_BJ)
+
+    return _Floors(logit_BJ, lax.cond(jnp.any(far_BJ), far_p, lambda: scaled_BJ))
+
+
+def _largest_floor(
+    x_BJV: jax.Array,
+    weights: jax.Array,
+    wanted_BJ: jax.Array,
+    low_BJ: jax.Array,
+    high_BJ: jax.Array,
+    search_BJ: jax.Array,
+) -> jax.Array:
+    """The largest float f in [low, high] with sum(weights where x >= f) >= wanted, where ``search_BJ``.
+
+    Bisection over the floats themselves, so the answer is exact: as many steps as the range has bits.
+    """
+
+    def step(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        below_BJ, above_BJ = bounds
+        middle_BJ = below_BJ + (above_BJ - below_BJ) // 2
+        kept_BJV = jnp.where(x_BJV >= _float_of(middle_BJ, x_BJV.dtype)[:, :, None], weights, 0)
+        enough_BJ = jnp.sum(kept_BJV, axis=-1) >= wanted_BJ
+        return jnp.where(enough_BJ, middle_BJ, below_BJ), jnp.where(enough_BJ, above_BJ, middle_BJ)
+
+    below_BJ = _order_of(low_BJ)
+    above_BJ = jnp.where(search_BJ, jnp.maximum(_order_of(high_BJ), below_BJ) + 1, below_BJ + 1)
+    below_BJ, _ = lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), step, (below_BJ, above_BJ))
+    return _float_of(below_BJ, x_BJV.dtype)
+
+
+def _order_of(x: jax.Array) -> jax.Array:
+    """Unsigned integers in the order of the floats."""
+    unsigned = jnp.dtype(f"uint{x.dtype.itemsize * 8}")
+    sign = jnp.asarray(1 << (x.dtype.itemsize * 8 - 1), unsigned)
+    bits = lax.bitcast_convert_type(x, unsigned)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _float_of(order: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of ``_order_of``."""
+    sign = jnp.asarray(1 << (order.dtype.itemsize * 8 - 1), order.dtype)
+    return lax.bitcast_convert_type(jnp.where(order >= sign, order ^ sign, ~order), dtype)
+
+
+def draw(weights_BV: jax.Array, u_B: jax.Array) -> jax.Array:
+    """Ids i32 drawn with chances proportional to ``weights_BV`` by inverting the cumulative sum at ``u_B`` in [0, 1).
+
+    Two levels, blocks and then ids, so that no scan is long. Never an id of weight zero: rounding may place u * mass
+    past a cumulative sum, and sums of prefixes need not grow in step with the weights, so only positive weights count.
+    Every row needs a positive finite mass.
+    """
+    vocab = weights_BV.shape[-1]
+    blocks = -(-vocab // BLOCK)
+    weights_BRC = jnp.pad(weights_BV, ((0, 0), (0, blocks * BLOCK - vocab))).reshape(-1, blocks, BLOCK)
+    mass_BR = jnp.sum(weights_BRC, axis=-1)
+    upto_BR = jnp.cumsum(mass_BR, axis=-1)
+    point_B = u_B.astype(weights_BV.dtype) * upto_BR[:, -1]
+    block_B = _first_past(mass_BR, upto_BR, point_B)
+    before_BR = upto_BR - mass_BR
+    rest_B = point_B - jnp.take_along_axis(before_BR, block_B[:, None], axis=-1)[:, 0]
+    inner_BC = jax.vmap(lambda weights_RC, block: weights_RC[block])(weights_BRC, block_B)
+    return block_B * BLOCK + _first_past(inner_BC, jnp.cumsum(inner_BC, axis=-1), rest_B)
+
+
+def _first_past(weights_BC: jax.Array, upto_BC: jax.Array, point_B: jax.Array) -> jax.Array:
+    """The first positive weight whose cumulative sum exceeds the point, else the last positive weight."""
+    width = weights_BC.shape[-1]
+    ids_BC = jnp.broadcast_to(lax.iota(jnp.int32, width)[None, :], weights_BC.shape)
+    positive_BC = weights_BC > 0
+    first_B = jnp.min(jnp.where(positive_BC & (upto_BC > point_B[:, None]), ids_BC, width), axis=-1)
+    last_B = jnp.max(jnp.where(positive_BC, ids_BC, 0), axis=-1)
+    return jnp.minimum(first_B, last_B)
+
+
+def round_uniforms(seed_B2: jax.Array, length_B: jax.Array) -> Uniforms:
+    """The random numbers of the round that starts at committed length ``length_B``, for both words of the seed.
+
+    A value depends on (seed, length, offset, stream) alone: not on the slot, the batch, the step or the bucket, which
+    is why there are always GAMMA_MAX offsets. Two rounds of a request never start at the same length.
+    """
+    sizes(seed_B2=seed_B2, length_B=length_B)
+
+    def of_row(seed_2: jax.Array, length: jax.Array) -> Uniforms:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), length)
+        streams = [jax.random.fold_in(key, stream) for stream in range(3)]
+        bits = [jax.random.bits(k, (GAMMA_MAX,), jnp.uint32) for k in streams]
+        # 24 bits fit a float32 exactly, and the largest value stays below 1.
+        draft_J, coin_J, last_J = [(b >> 8).astype(jnp.float32) * jnp.float32(2**-24) for b in bits]
+        return Uniforms(draft_J, coin_J, last_J[0])
+
+    return jax.vmap(of_row)(seed_B2, length_B)

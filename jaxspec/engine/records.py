@@ -89,13 +89,15 @@ class Chunk:
     """What one step added to a request. The last chunk alone has ``finish_reason`` and ``summary``.
 
     ``text`` is what the tokens so far complete: whole characters only, with text that may begin a stop string held
-    back, so that it can be empty while ``token_ids`` is not, and the other way round on the last chunk.
+    back, so that it can be empty while ``token_ids`` is not, and the other way round on the last chunk. Text past
+    ``text_ends[-1]`` was held back and comes out at the end of the stream.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     text: str = ""
     origins: tuple[str, ...] = ()  # one of ORIGINS per token
+    text_ends: tuple[int, ...] = ()  # per token: len(text) once it is in, so text[ends[i-1]:ends[i]] is token i's share
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token when asked for
     finish_reason: str | None = None  # one of FINISH_REASONS
     summary: Summary | None = None

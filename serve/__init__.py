@@ -1,0 +1,1 @@
+"""The gRPC front door: protocol, server, client, metrics."""

@@ -1,0 +1,1 @@
+"""Protocol files, each with the code that ``make proto`` generates from it."""

@@ -142,7 +142,7 @@ def _read(fields: Mapping[str, Any]) -> _Metadata:
     chat_template = take("chat_template", str, required=False)
     if findings:
         raise UserError("; ".join(findings))
-    rules = PRE_TOKENIZERS[pre]
+    rules = PRE_TOKENIZERS[str(pre)]
     if adds_bos is None:
         adds_bos = rules.adds_bos and "bos" in roles
     elif adds_bos and "bos" not in roles:

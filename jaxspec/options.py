@@ -1,7 +1,7 @@
 """Command-line flags that several front doors share, and the way back from parsed flags to the frozen records.
 
-Flags carry the names of the record fields in kebab case and take their defaults from the records: a default or a range is
-written once, in ``jaxspec.engine.params``.
+Flags carry the names of the record fields in kebab case and take their defaults from the records: a default or a range
+is written once, in ``jaxspec.engine.params``.
 """
 
 import argparse

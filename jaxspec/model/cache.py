@@ -60,6 +60,11 @@ def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -
     slots = cache_BKSH.shape[2]
     # A negative index would wrap around to the row's end; one past the end is dropped.
     positions_BT = jnp.where(positions_BT < 0, slots, positions_BT)
+    if positions_BT.size == 1:
+        # XLA's CPU backend turns a scatter of one index into a conditional that copies the cache four times: add a
+        # second, dropped one.
+        positions_BT = jnp.concatenate([positions_BT, jnp.full_like(positions_BT, slots)], axis=1)
+        new_BTKH = jnp.concatenate([new_BTKH, new_BTKH], axis=1)
 
     def write_row(row_KSH: jax.Array, new_TKH: jax.Array, positions_T: jax.Array) -> jax.Array:
         return row_KSH.at[:, positions_T].set(new_TKH.swapaxes(0, 1), mode="drop")

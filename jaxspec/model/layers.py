@@ -19,13 +19,15 @@ def product(x: jax.Array, weight: jax.Array, n_in: int) -> jax.Array:
     Every matrix product with parameters goes through here, so that other storage (int8) has one place to join.
     """
     rows = x.shape[0] * x.shape[1]
-    x_flat = x.reshape(rows, *x.shape[2:]).astype(weight.dtype)
+    out_shape, in_shape = weight.shape[: weight.ndim - n_in], weight.shape[weight.ndim - n_in :]
+    # Two plain matrices: a product with more free or contracted axes makes XLA's CPU backend transpose the weight first.
+    matrix = weight.reshape(math.prod(out_shape), math.prod(in_shape))
+    x_flat = x.reshape(rows, math.prod(in_shape)).astype(weight.dtype)
     # One-row bfloat16 products leave the fast kernels of XLA's CPU backend (12x slower than two rows).
     if rows == 1 and weight.dtype == jnp.bfloat16:
         x_flat = jnp.concatenate([x_flat, jnp.zeros_like(x_flat)])
-    contracted = (tuple(range(1, 1 + n_in)), tuple(range(weight.ndim - n_in, weight.ndim)))
-    out = jax.lax.dot_general(x_flat, weight, (contracted, ((), ())), preferred_element_type=jnp.float32)
-    return out[:rows].reshape(*x.shape[:2], *out.shape[1:])
+    out = jax.lax.dot_general(x_flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return out[:rows].reshape(*x.shape[:2], *out_shape)
 
 
 class Linear(nnx.Module):
@@ -99,8 +101,8 @@ class DecoderLayer(nnx.Module):
         )
         attended = attend(qk[:, :, :, :groups], cache, positions_BT)
         x_BTD = x_BTD + self._whole(self.o(attended))
-        gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, 2, F]
-        activated = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, F, 2]
+        activated = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
         return x_BTD + self._whole(self.down(activated)), cache
 
     def _whole(self, x_BTD: jax.Array) -> jax.Array:

@@ -16,7 +16,8 @@ def layer_specs(config: LlamaConfig) -> dict[str, ParamSpec]:
     """Parameters of one decoder layer, by leaf name. Weights are stored [out, in].
 
     ``qkv`` holds, per kv head, its G query heads, then its key, then its value head, so that one product computes all
-    three and a split over kv heads never separates a group. ``gate_up`` holds gate, then up.
+    three and a split over kv heads never separates a group. ``gate_up`` interleaves gate and up rows (row f of gate, then
+    row f of up). The axis that is split always leads, so that a weight flattens to a [out, in] matrix without moving.
     """
     c = config
     return {
@@ -28,7 +29,7 @@ def layer_specs(config: LlamaConfig) -> dict[str, ParamSpec]:
             (c.hidden_size, c.num_kv_heads, c.group_size, c.head_dim), ("embed", "kv_heads", None, "head_dim")
         ),
         "mlp_norm": ParamSpec((c.hidden_size,), ("embed",)),
-        "gate_up": ParamSpec((2, c.intermediate_size, c.hidden_size), (None, "ffn", "embed")),
+        "gate_up": ParamSpec((c.intermediate_size, 2, c.hidden_size), ("ffn", None, "embed")),
         "down": ParamSpec((c.hidden_size, c.intermediate_size), ("embed", "ffn")),
     }
 

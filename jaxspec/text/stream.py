@@ -24,7 +24,7 @@ class TokenBytes(Protocol):
 class Detokenizer:
     """Incremental decoding: all pushes and the flush together are ``tokenizer.decode`` of all ids."""
 
-    def __init__(self, tokenizer: TokenBytes, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: TokenBytes, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

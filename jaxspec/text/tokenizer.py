@@ -97,7 +97,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_bos: bool, parse_special: bool = False) -> list[int]:
         """Token ids of ``text``. The GIL is free meanwhile, so other threads go on during a long prompt.
 
-        Special strings inside are ordinary text unless ``parse_special`` says that the whole text is trusted.
+        Special strings inside are ordinary text unless ``parse_special`` says that the whole text is trusted. Bytes
+        that the vocabulary lacks (SmolLM2 has no U+0004, say) are left out, as the reference tokenizer does.
         Raises InvalidRequest for text without a UTF-8 form, UserError for ``add_bos`` where there is no BOS.
         """
         check_text("prompt", text)
@@ -131,7 +132,7 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def fits(self, text: str, max_tokens: int) -> bool:
-        """False when ``text`` surely has more than ``max_tokens`` tokens: a refusal that costs no tokenising."""
+        """False when the bytes of ``text`` fill more than ``max_tokens`` tokens: a refusal without tokenising."""
         limit = max_tokens * self.max_token_bytes
         return len(text) <= limit and len(text.encode(errors="surrogatepass")) <= limit
 

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print("drafted and accepted", style=STYLES["draft"], end=" · ")
             console.print("correction", style=STYLES["correction"], end=" · ")
             console.print("bonus", style=STYLES["bonus"])
-            with Client(f"localhost:{port}") as client:
+            with Client(f"127.0.0.1:{port}") as client:
                 mesh = dict(client.server_info().mesh)
                 entries = [run_prompt(console, client, demo) for demo in demo_prompts()]
         ok = all(entry["text_equal_to_plain"] or entry["near_ties"] for entry in entries)

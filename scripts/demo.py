@@ -20,7 +20,7 @@ from rich.text import Text
 
 from jaxspec import Chunk, SamplingParams, SpeculationParams
 from jaxspec.engine.records import Completion
-from serve.client import Client
+from serve.client import CallFailed, Client
 
 ROOT = Path(__file__).resolve().parent.parent
 STYLES = {"draft": "bold green", "correction": "yellow", "bonus": "cyan", "plain": ""}
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
                 entries = [run_prompt(console, client, demo) for demo in demo_prompts()]
         ok = all(entry["text_equal_to_plain"] or entry["near_ties"] for entry in entries)
         console.print("server stopped cleanly")
-    except ServerFailed as problem:
+    except (ServerFailed, CallFailed) as problem:
         print(problem, file=sys.stderr)
         return 1
     print(json.dumps({"demo": "ok" if ok else "failed", "mesh": mesh, "prompts": entries}), flush=True)

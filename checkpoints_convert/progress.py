@@ -1,0 +1,66 @@
+"""Progress of long work: a bar with rate and time left on a terminal, one line per stage elsewhere."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+Advance = Callable[[int], None]
+
+
+class Reporter(Protocol):
+    """Told about every stage of a conversion."""
+
+    def stage(self, name: str, total_bytes: int) -> contextlib.AbstractContextManager[Advance]:
+        """A stage of ``total_bytes``; the block calls what it is given with the bytes done since the last call."""
+        ...
+
+
+class Silent:
+    """Says nothing; what library callers get."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total_bytes: int) -> Iterator[Advance]:
+        yield lambda done: None
+
+
+class Lines:
+    """One line per finished stage, for logs and pipes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total_bytes: int) -> Iterator[Advance]:
+        start = time.monotonic()
+        yield lambda done: None
+        print(f"{name}: {total_bytes / 1e6:.1f} MB in {time.monotonic() - start:.1f} s", file=self._out, flush=True)
+
+
+class Bars:
+    """A bar per stage on a terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._console = Console(file=out)
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total_bytes: int) -> Iterator[Advance]:
+        columns = (
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        with Progress(*columns, console=self._console) as bars:
+            task = bars.add_task(name, total=total_bytes)
+            yield lambda done: bars.advance(task, done)
+
+
+def reporter(out: TextIO = sys.stderr) -> Reporter:
+    """Bars on a terminal, lines elsewhere."""
+    return Bars(out) if out.isatty() else Lines(out)

@@ -1,0 +1,41 @@
+"""Readers: one file per format, behind the protocol in ``base``."""
+
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from checkpoints_convert.readers.base import Source, SourceTensor
+from checkpoints_convert.readers.gguf import open_gguf
+from checkpoints_convert.readers.hf import INDEX, SINGLE, open_hf
+from jaxspec.errors import UserError
+
+Format = Literal["auto", "hf", "gguf"]
+FORMATS: Final = get_args(Format)
+
+__all__ = ["FORMATS", "Format", "Source", "SourceTensor", "open_source"]
+
+
+def open_source(path: Path, source_format: Format) -> Source:
+    """Opens a source. Raises ConversionError listing everything that is wrong with it."""
+    if not path.exists():
+        raise UserError(f"{path}: expected a checkpoint, found nothing")
+    chosen = _detect(path) if source_format == "auto" else source_format
+    if chosen == "gguf":
+        if not path.is_file():
+            raise UserError(f"{path}: expected a GGUF file, found a folder")
+        return open_gguf(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a Hugging Face folder, found a file")
+    return open_hf(path)
+
+
+def _detect(path: Path) -> Literal["hf", "gguf"]:
+    if path.is_file():
+        with path.open("rb") as file:
+            if path.suffix == ".gguf" or file.read(4) == b"GGUF":
+                return "gguf"
+        raise UserError(f"{path}: expected a Hugging Face folder or a GGUF file, found another kind of file")
+    if any((path / name).exists() for name in ("config.json", INDEX, SINGLE)):
+        return "hf"
+    inside = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".gguf")
+    hint = f"; to convert one of the GGUF files in it, name the file ({', '.join(inside)})" if inside else ""
+    raise UserError(f"{path}: expected a Hugging Face folder, found neither config.json nor {SINGLE}{hint}")

@@ -1,0 +1,124 @@
+"""A folder that appears complete or not at all: written beside its destination, synced, then renamed."""
+
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+_LOCK: Final = "lock"
+
+
+class StagedFolder:
+    """Collects files in a hidden sibling of ``dst`` and renames it to ``dst`` at the end.
+
+    A process that dies leaves only the hidden sibling, which no reader opens. Its lock dies with it, and that is how
+    the next writer to the same destination knows that it may clear it away.
+    """
+
+    def __init__(self, dst: Path) -> None:
+        # Absolute, and with the symlinks of the parents followed: both names must lie on one file system.
+        self._dst = dst.parent.resolve() / dst.name
+        self._made_parents: list[Path] = []
+        self._path: Path | None = None
+        self._lock: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the files are collected."""
+        if self._path is None:
+            raise ValueError("staged folder: not created yet")
+        return self._path
+
+    def create(self) -> None:
+        """Makes the hidden sibling, and the parents of ``dst`` where they are missing."""
+        missing = [parent for parent in self._dst.parents if not parent.exists()]
+        try:
+            for parent in reversed(missing):
+                parent.mkdir(exist_ok=True)
+                self._made_parents.insert(0, parent)
+            self._clear_abandoned()
+            self._path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._dst.parent))
+            self._path.chmod(0o755)
+            self._lock = os.open(self._path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write_text(self, name: str, text: str) -> None:
+        (self.path / name).write_text(text, encoding="utf-8")
+
+    def copy_files(self, source: Path, name: str) -> None:
+        """Copies the plain files of ``source`` into the folder ``name``; permissions are the process's own."""
+        (self.path / name).mkdir()
+        for file in sorted(source.iterdir()):
+            if file.is_file():
+                shutil.copyfile(file, self.path / name / file.name)
+
+    def publish(self) -> None:
+        """Syncs everything to disk and renames the folder to ``dst``, in place of what was there."""
+        staged = self.path
+        for folder, _, files in os.walk(staged):
+            for name in files:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+        (staged / _LOCK).unlink()
+        replaced = None
+        if self._dst.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f"{self._prefix}old-", dir=self._dst.parent))
+            self._dst.rename(replaced / self._dst.name)
+        try:
+            staged.rename(self._dst)
+        except OSError:
+            if replaced is not None:
+                (replaced / self._dst.name).rename(self._dst)
+                replaced.rmdir()
+            raise
+        self._path = None
+        self._made_parents = []
+        _sync(self._dst.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+    def discard(self) -> None:
+        """Removes whatever was not published."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        for parent in self._made_parents:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        self._made_parents = []
+
+    @property
+    def _prefix(self) -> str:
+        return f".{self._dst.name}.partial-"
+
+    def _clear_abandoned(self) -> None:
+        for sibling in self._dst.parent.glob(f"{glob.escape(self._prefix)}*/{_LOCK}"):
+            try:
+                lock = os.open(sibling, os.O_RDWR)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # its writer lives
+            else:
+                shutil.rmtree(sibling.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

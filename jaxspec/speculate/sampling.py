@@ -21,12 +21,16 @@ BLOCK: Final = 256
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters, one value per row. Empty slots carry the neutral values (1, 0, 1, 0)."""
+    """Sampling parameters, one value per row. Empty slots carry NEUTRAL."""
 
     temperature_B: jax.Array  # f32, 0 is greedy
     top_k_B: jax.Array  # i32, 0 is off
     top_p_B: jax.Array  # f32, 1 is off
     min_p_B: jax.Array  # f32, 0 is off
+
+
+# What an empty slot carries.
+NEUTRAL: Final = (1, 0, 1, 0)
 
 
 class Uniforms(NamedTuple):
@@ -65,10 +69,20 @@ def final_law(logits_BJV: jax.Array, rows: RowSampling) -> jax.Array:
 
 
 def first_argmax(logits_BJV: jax.Array) -> jax.Array:
-    """Index of the largest logit, i32, the first of exact ties. Two plain reductions vectorise; argmax does not."""
-    ids_V = lax.iota(jnp.int32, logits_BJV.shape[-1])
-    peak_BJ1 = jnp.max(logits_BJV, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(logits_BJV == peak_BJ1, ids_V[None, None, :], jnp.int32(ids_V.size - 1)), axis=-1)
+    """Index of the largest logit, i32, the first of exact ties.
+
+    Blocks first, then the ids of one block: XLA on CPU vectorises a maximum, but not an argmax over the vocabulary.
+    """
+    logits_BJRC = _blocks(logits_BJV, -jnp.inf)
+    block_BJ = jnp.argmax(jnp.max(logits_BJRC, axis=-1), axis=-1).astype(jnp.int32)
+    inner_BJC = jnp.take_along_axis(logits_BJRC, block_BJ[:, :, None, None], axis=2)[:, :, 0]
+    return block_BJ * BLOCK + jnp.argmax(inner_BJC, axis=-1).astype(jnp.int32)
+
+
+def _blocks(x: jax.Array, fill: float) -> jax.Array:
+    """[.., V] as [.., R, BLOCK], the last block filled up."""
+    short = -x.shape[-1] % BLOCK
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill).reshape(*x.shape[:-1], -1, BLOCK)
 
 
 def _one_hot_of_argmax(logits_BJV: jax.Array) -> jax.Array:
@@ -78,15 +92,17 @@ def _one_hot_of_argmax(logits_BJV: jax.Array) -> jax.Array:
 def _mixed_law(logits_BJV: jax.Array, rows: RowSampling) -> jax.Array:
     dtype = logits_BJV.dtype
     greedy_B = rows.temperature_B <= 0
-    divisor_B = jnp.where(greedy_B, 1, rows.temperature_B).astype(dtype)
+    # What greedy rows carry is replaced at the end; neutral values cost no search for it.
+    rows = RowSampling(*(jnp.where(greedy_B, value, own_B) for value, own_B in zip(NEUTRAL, rows, strict=True)))
+    divisor_B = rows.temperature_B.astype(dtype)
     peak_BJ1 = jnp.max(logits_BJV, axis=-1, keepdims=True)
     scaled_BJV = (logits_BJV - peak_BJ1) / divisor_B[:, None, None]
     weights_BJV = jnp.exp(scaled_BJV)
 
-    cuts = ~greedy_B & ((rows.top_k_B > 0) | (rows.top_p_B < 1))
+    cuts_B = (rows.top_k_B > 0) | (rows.top_p_B < 1)
     none_BJ = jnp.full(logits_BJV.shape[:-1], -jnp.inf, dtype)
     floors = lax.cond(
-        jnp.any(cuts),
+        jnp.any(cuts_B),
         lambda: _floors(logits_BJV, scaled_BJV, weights_BJV, rows),
         lambda: _Floors(none_BJ, none_BJ),
     )
@@ -212,9 +228,7 @@ def draw(weights_BV: jax.Array, u_B: jax.Array) -> jax.Array:
     past a cumulative sum, and sums of prefixes need not grow in step with the weights, so only positive weights count.
     Every row needs a positive finite mass.
     """
-    vocab = weights_BV.shape[-1]
-    blocks = -(-vocab // BLOCK)
-    weights_BRC = jnp.pad(weights_BV, ((0, 0), (0, blocks * BLOCK - vocab))).reshape(-1, blocks, BLOCK)
+    weights_BRC = _blocks(weights_BV, 0)
     mass_BR = jnp.sum(weights_BRC, axis=-1)
     upto_BR = jnp.cumsum(mass_BR, axis=-1)
     point_B = u_B.astype(weights_BV.dtype) * upto_BR[:, -1]

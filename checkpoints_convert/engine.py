@@ -54,9 +54,15 @@ class Plan:
     def fill(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
         """Reads the source tensors of a leaf and puts them together, in the planned dtype or in ``dtype``."""
         leaf = self.leaves[name]
-        array = np.empty(leaf.spec.shape, leaf.dtype if dtype is None else dtype)
+        dtype = leaf.dtype if dtype is None else dtype
+        array: np.ndarray | None = None
         for slot in leaf.slots:
-            place(self.source.tensors[slot.source].read(), array, slot, self.source.config, self.source.dialect)
+            tensor = self.source.tensors[slot.source].read()
+            if slot.part.whole and tensor.dtype == dtype:
+                return tensor.reshape(leaf.spec.shape)
+            array = np.empty(leaf.spec.shape, dtype) if array is None else array
+            place(tensor, array, slot, self.source.config, self.source.dialect)
+        assert array is not None
         return array
 
 
@@ -89,7 +95,12 @@ def make_plan(source: Source, dtype: Dtype) -> Plan:
     findings.raise_if_any()
     specs = param_specs(config)
     leaves = {
-        name: Leaf(name, specs[name], _leaf_dtype([tensors[slot.source] for slot in by_leaf[name]], dtype), tuple(by_leaf[name]))
+        name: Leaf(
+            name,
+            specs[name],
+            _leaf_dtype([tensors[slot.source] for slot in by_leaf[name]], dtype),
+            tuple(by_leaf[name]),
+        )
         for name in specs
     }
     return Plan(source, leaves)

@@ -23,6 +23,11 @@ class Part(NamedTuple):
     view: View  # (leaf, G) -> the piece of the leaf that the tensor fills, any shape of the same size and order
     heads: str = ""  # letter of the number of heads whose rows rotary positions turn; empty when they turn none
 
+    @property
+    def whole(self) -> bool:
+        """Whether the tensor is the leaf, row for row."""
+        return self.view is _whole and not self.heads
+
 
 def _whole(leaf: np.ndarray, group: int) -> np.ndarray:
     return leaf
@@ -49,7 +54,11 @@ class Row(NamedTuple):
 
 TABLE: Final = (
     Row("embed", TABLE_VD, {"hf": "model.embed_tokens.weight", "gguf": "token_embd.weight"}),
-    Row("layers.{i}.attn_norm", VECTOR, {"hf": "model.layers.{i}.input_layernorm.weight", "gguf": "blk.{i}.attn_norm.weight"}),
+    Row(
+        "layers.{i}.attn_norm",
+        VECTOR,
+        {"hf": "model.layers.{i}.input_layernorm.weight", "gguf": "blk.{i}.attn_norm.weight"},
+    ),
     Row("layers.{i}.qkv", Q, {"hf": "model.layers.{i}.self_attn.q_proj.weight", "gguf": "blk.{i}.attn_q.weight"}),
     Row("layers.{i}.qkv", K, {"hf": "model.layers.{i}.self_attn.k_proj.weight", "gguf": "blk.{i}.attn_k.weight"}),
     Row("layers.{i}.qkv", V, {"hf": "model.layers.{i}.self_attn.v_proj.weight", "gguf": "blk.{i}.attn_v.weight"}),
@@ -68,7 +77,9 @@ TABLE: Final = (
 
 # Tensors that carry nothing which the config does not say already, with the reason. Everything else must be consumed.
 IGNORED: Final[Mapping[Dialect, Mapping[str, str]]] = {
-    "hf": {r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "a buffer of old exports, recomputed from rope_theta"},
+    "hf": {
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "a buffer of old exports, recomputed from rope_theta"
+    },
     "gguf": {
         r"rope_freqs\.weight": "read into the config as rope divisors",
         r"blk\.\d+\.attn_rot_embd": "a buffer of old exports, recomputed from rope.freq_base",

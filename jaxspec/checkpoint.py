@@ -162,9 +162,8 @@ def restore_params(
 
     def restore_args(name: str) -> ocp.RestoreArgs:
         record = tensors[name]
-        return ocp.ArrayRestoreArgs(
-            sharding=shardings[name], global_shape=record.shape, dtype=STORED_DTYPES[record.dtype] if dtype is None else dtype
-        )
+        target = STORED_DTYPES[record.dtype] if dtype is None else np.dtype(dtype)
+        return ocp.ArrayRestoreArgs(sharding=shardings[name], global_shape=record.shape, dtype=target)
 
     params: dict[str, jax.Array] = {}
     with _orbax() as orbax:
@@ -196,7 +195,9 @@ class CheckpointWriter:
         self._stage.create()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stage.discard()
 
     def write_group(self, group: str, leaves: Mapping[str, np.ndarray]) -> None:
@@ -229,12 +230,14 @@ def check_destination(dst: str | Path, *, force: bool) -> None:
     if not force:
         raise UserError(f"{dst}: exists already; give --force to replace it")
     if not dst.is_dir() or dst.is_symlink() or (any(dst.iterdir()) and not (dst / MANIFEST).is_file()):
-        raise UserError(f"{dst}: exists and is not a checkpoint folder (no {MANIFEST}); not replaced, even with --force")
+        raise UserError(
+            f"{dst}: exists and is not a checkpoint folder (no {MANIFEST}); not replaced, even with --force"
+        )
 
 
 def tensor_sha256(array: np.ndarray) -> str:
     """sha256 of the little-endian bytes of an array in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _restore_group(
@@ -274,7 +277,9 @@ def _check_stored(checkpoint: Checkpoint, group: str, stored: Any) -> None:
 def _contradictions(config: LlamaConfig, manifest: Manifest) -> list[str]:
     specs = param_specs(config)
     problems = [f"the manifest lacks {name}" for name in specs if name not in manifest.tensors]
-    problems += [f"the manifest names {name}, which the model has not" for name in manifest.tensors if name not in specs]
+    problems += [
+        f"the manifest names {name}, which the model has not" for name in manifest.tensors if name not in specs
+    ]
     problems += [
         f"{name}: config.json implies shape {list(specs[name].shape)}, the manifest says {list(record.shape)}"
         for name, record in manifest.tensors.items()
@@ -285,7 +290,17 @@ def _contradictions(config: LlamaConfig, manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def _orbax() -> Iterator[ocp.Checkpointer]:
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
+    # By default Orbax copies every host array before it writes it, for callers that go on changing theirs.
+    handlers = (
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+    )
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_zarr3=True,
+        use_compression=False,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
+    )
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns, per item, that there are no OCDBT parts to merge

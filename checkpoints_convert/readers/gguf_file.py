@@ -5,6 +5,7 @@ and dequantisers are the ``gguf`` library's; its own reader is not used, because
 """
 
 import dataclasses
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -25,7 +26,7 @@ _MAX_DIMS: Final = 4
 # Smallest possible entries, for judging counts: (name length, type, one byte) and (name length, dims, type, offset).
 _MIN_FIELD: Final = 8 + 4 + 1
 _MIN_TENSOR: Final = 8 + 4 + 4 + 8
-_READ_BYTES: Final = 8 << 20  # of raw blocks that are dequantised at a time
+_READ_BYTES: Final = 1 << 20  # of raw blocks that are dequantised at a time
 _SCALARS: Final = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -97,7 +98,7 @@ def read_gguf(path: Path) -> GgufFile:
             tensors[entry.name] = tensor
             spans.append((begin, begin + nbytes, entry.name))
     spans.sort()
-    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end:
             findings.add(f"{path.name}: {name} and {other} overlap")
     findings.raise_if_any()
@@ -209,7 +210,8 @@ def _tensor(path: Path, entry: _Entry, begin: int) -> tuple[SourceTensor, int]:
         raise UserError(f"{path.name}: {entry.name}: tensor type {kind.name} cannot be dequantised")
     if min(entry.dims) < 1 or entry.dims[0] % block:
         raise UserError(
-            f"{path.name}: {entry.name}: expected rows of a multiple of {block} elements ({kind.name}), got {entry.dims}"
+            f"{path.name}: {entry.name}: expected rows of a multiple of {block} elements ({kind.name}), "
+            f"got {list(entry.dims)}"
         )
     shape = tuple(reversed(entry.dims))
     row_bytes = entry.dims[0] // block * block_bytes

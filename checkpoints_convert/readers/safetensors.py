@@ -59,7 +59,9 @@ def _read_header(path: Path) -> tuple[dict[str, object], int, int]:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise UserError(f"{path.name}: truncated, or not safetensors: header of {length} bytes in a file of {size}")
+                raise UserError(
+                    f"{path.name}: truncated, or not safetensors: header of {length} bytes in a file of {size}"
+                )
             if length > _MAX_HEADER:
                 raise UserError(f"{path.name}: header of {length} bytes: expected at most {_MAX_HEADER}")
             raw = file.read(length)

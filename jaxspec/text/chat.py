@@ -90,7 +90,7 @@ class _Shield:
     """Hides from the split what only the template may write."""
 
     def __init__(self, specials: Iterable[str]) -> None:
-        texts = sorted(specials, key=len, reverse=True)
+        texts = tuple(specials)
         self._whole = re.compile("|".join(map(re.escape, texts))) if texts else None
         # Half a special string at the edge of a message must not join the other half from its neighbour.
         self._heads = {text[:length] for text in texts for length in range(1, len(text))}

@@ -4,12 +4,20 @@ Both classes hold back only what can still change: up to three bytes of an unfin
 can still grow into a stop string. Neither result depends on how the input was cut into pieces.
 """
 
-import codecs
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from jaxspec.errors import InvalidRequest
+
+# The heads of characters that more bytes can still complete (Unicode table 3-7). Python's incremental decoder would
+# also wait on ED A0, the head of a surrogate, which nothing completes.
+_UNFINISHED = re.compile(
+    rb"(?:[\xc2-\xdf]"
+    rb"|\xe0[\xa0-\xbf]?|[\xe1-\xec\xee\xef][\x80-\xbf]?|\xed[\x80-\x9f]?"
+    rb"|\xf0(?:[\x90-\xbf][\x80-\xbf]?)?|[\xf1-\xf3][\x80-\xbf]{0,2}|\xf4(?:[\x80-\x8f][\x80-\xbf]?)?)\Z"
+)
 
 
 class TokenBytes(Protocol):
@@ -27,18 +35,20 @@ class Detokenizer:
     def __init__(self, tokenizer: TokenBytes, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = b""
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that ``ids`` complete. Invalid bytes show as U+FFFD; an unfinished character waits."""
         to_bytes = self._tokenizer.id_to_bytes
-        return self._decoder.decode(b"".join(to_bytes(token_id) for token_id in ids if token_id not in self._hidden))
+        data = self._held + b"".join(to_bytes(token_id) for token_id in ids if token_id not in self._hidden)
+        unfinished = _UNFINISHED.search(data, max(0, len(data) - 3))
+        self._held = unfinished.group() if unfinished else b""
+        return data.removesuffix(self._held).decode(errors="replace")
 
     def flush(self) -> str:
         """The end of the stream: an unfinished character shows as one U+FFFD, once."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        rest, self._held = self._held, b""
+        return rest.decode(errors="replace")
 
 
 class StopMatcher:

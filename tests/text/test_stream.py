@@ -60,6 +60,9 @@ def test_pushes_and_flush_are_the_decoding_of_everything(ids, cuts, skip_special
 
 @CASES
 @given(ids=IDS)
+@example(ids=[0xED, 0xA0])
+@example(ids=[0xF4, 0x8F, 0xBF])
+@example(ids=[0xF4, 0x90])
 def test_only_what_can_still_become_a_character_is_held(ids) -> None:
     """Whatever is held back, some continuation of at most three bytes makes one valid character of it."""
     detokenizer = Detokenizer(Bytes256())
@@ -131,13 +134,14 @@ def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-STOPS = st.lists(st.text("ab<", min_size=1, max_size=5), max_size=4)
+STOPS = st.lists(st.text("ab<", min_size=1, max_size=7), max_size=4)
 
 
 @CASES
 @given(text=st.text("ab<", max_size=30), stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=8))
 @example(text="xabcd", stops=["abcd", "bc"], cuts=[2, 4])
 @example(text="aabaabaaa", stops=["aabaaa"], cuts=[5])
+@example(text="aabaaabaaa<", stops=["aabaaa<"], cuts=[7])  # a suffix of a suffix goes on
 def test_matcher_agrees_with_the_naive_rule_however_the_text_is_cut(text, stops, cuts) -> None:
     matcher = StopMatcher(stops)
     seen, shown = "", ""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 
 import pytest
 import tokenizers
@@ -105,6 +106,14 @@ def test_d16_special_strings_in_a_prompt_are_ordinary_text(tiny, demo) -> None:
         assert tokenizer.encode(text, add_bos=False, parse_special=True) == list(tokenizer.stop_ids([text]))
 
 
+def test_d16_special_strings_are_merged_as_text_is(tiny, tiny_dir) -> None:
+    """The ids of a tokenizer that has no special tokens at all."""
+    document = json.loads((tiny_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    plain = tokenizers.Tokenizer.from_str(json.dumps(document | {"added_tokens": [], "post_processor": None}))
+    text = "Repeat: the <|eot_id|><|start_header_id|>the<|end_header_id|> the end"
+    assert tiny.encode(text, add_bos=False) == plain.encode(text).ids
+
+
 @CASES
 @given(data=st.data())
 def test_d16_no_text_at_all_becomes_a_control_token(tiny, data) -> None:
@@ -205,6 +214,7 @@ def test_d17_texts_that_cannot_fit_are_refused_without_tokenising(tiny, demo) ->
     for text in ("a" * 1_000_000, letters, "漢" * 100_000):
         assert not demo.fits(text, 1024)
         assert not tiny.fits(text, 8192)
+    assert tiny.max_token_bytes == 9  # special tokens are longer, but no text becomes one
     assert not demo.fits("é" * 100, 200 // demo.max_token_bytes)  # bytes count, not characters
 
 
@@ -214,6 +224,24 @@ def test_d17_long_runs_are_tokenised_all_the_same(demo) -> None:
     for text in ("a" * 1_000_000, letters, "漢" * 100_000, " " * 1_000_000):
         ids = demo.encode(text, add_bos=False)
         assert demo.decode(ids) == text
+
+
+def test_d17_other_threads_go_on_during_a_long_prompt(demo) -> None:
+    """Were the GIL held, this thread would stand still from the first moment of the call to the last."""
+    text = "".join(random.Random(19).choices("abcdefghijklmnopqrstuvwxyz", k=1_000_000))
+    done = threading.Event()
+
+    def encode() -> None:
+        demo.encode(text, add_bos=False)
+        done.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    waits = 0
+    while not done.wait(0.001):
+        waits += 1
+    worker.join()
+    assert waits > 10
 
 
 @CASES

@@ -126,6 +126,19 @@ def test_metadata_that_makes_no_tokenizer_leaves_nothing_behind(tiny_fields, tmp
     assert not folder.exists()
 
 
+def test_bytes_that_the_vocabulary_lacks_do_not_become_the_unknown_token(tiny_fields, tmp_path) -> None:
+    tokens = ["<unk>", "a", "b"]
+    fields = tiny_fields | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [CONTROL, 1, 1],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    assert rebuilt(fields, tmp_path).encode("axb", add_bos=False) == [1, 2]
+
+
 def test_all_findings_come_at_once(tiny_fields, tmp_path) -> None:
     broken = tiny_fields | {"tokenizer.ggml.pre": "novel", "tokenizer.ggml.merges": None}
     with pytest.raises(UserError, match=r"ggml\.pre: .*; tokenizer\.ggml\.merges: missing"):

@@ -12,6 +12,7 @@ import grpc
 
 from jaxspec import options
 from jaxspec.engine.records import Chunk, Completion, Summary
+from jaxspec.errors import UserError
 from serve.client import CallFailed, Client
 
 PROG = "jaxspec-client"
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def answer(client: Client, args: argparse.Namespace) -> int:
     """Does what the flags ask for; the exit status."""
+    if args.timeout_s is not None and not 0 < args.timeout_s < float("inf"):
+        raise UserError(f"timeout-s: expected a positive number of seconds, got {args.timeout_s}")
     if args.health:
         serving = client.serving(timeout_s=args.timeout_s)
         sys.stdout.write("SERVING\n" if serving else "NOT_SERVING\n")

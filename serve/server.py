@@ -40,6 +40,7 @@ class ServerOptions:
         3600.0  # a stream that lasts longer is ended, whatever its own deadline; None: no limit
     )
     max_request_bytes: int = 4 * 2**20
+    min_ping_s: float = 5.0  # clients may ping as often as this, with or without calls
 
     def __post_init__(self) -> None:
         for name, port in (("port", self.port), ("metrics-port", self.metrics_port)):
@@ -55,13 +56,13 @@ class ServerOptions:
             raise UserError(f"max-request-bytes: expected 1024 to 2**30, got {self.max_request_bytes}")
 
 
-def channel_options(max_request_bytes: int) -> list[tuple[str, int]]:
+def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     """Options of the gRPC core."""
     return [
-        ("grpc.max_receive_message_length", max_request_bytes),
+        ("grpc.max_receive_message_length", options.max_request_bytes),
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share its clients
-        # A client may ping every 5 s and without calls, so a quiet stream (a long prefill) meets no GOAWAY.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # The core allows a ping in 5 minutes: a client that pings through a long prefill would meet a GOAWAY.
+        ("grpc.http2.min_ping_interval_without_data_ms", round(options.min_ping_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         # A client whose machine vanished answers no ping: its streams end, its slots come back.
         ("grpc.keepalive_time_ms", 30_000),
@@ -88,7 +89,7 @@ class Server:
     async def start(self) -> None:
         """Binds the ports and answers health (NOT_SERVING) and reflection. UserError when a port is taken."""
         options = self.options
-        server = grpc.aio.server(options=channel_options(options.max_request_bytes))
+        server = grpc.aio.server(options=channel_options(options))
         server.add_generic_rpc_handlers((self.service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

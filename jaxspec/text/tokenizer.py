@@ -211,6 +211,8 @@ def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # special strings in a text are text; see Tokenizer._split for the others
+    # A byte that the vocabulary lacks is left out: as the unknown token it would often be a control token.
+    backend.model.unk_token = None
     for token in document.get("added_tokens") or ():
         if backend.token_to_id(token["content"]) != token["id"]:
             raise UserError(

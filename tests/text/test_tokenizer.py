@@ -70,6 +70,18 @@ def test_bytes_that_the_vocabulary_lacks_never_become_the_unknown_token(demo) ->
     assert demo.encode("a\x04b", add_bos=False) == demo.encode("a", add_bos=False) + demo.encode("b", add_bos=False)
 
 
+def test_d16_the_unknown_token_is_never_used(edited) -> None:
+    def without_z(document) -> None:
+        model = document["model"]
+        model["unk_token"] = "<|eot_id|>"
+        model["vocab"] |= {token["content"]: token["id"] for token in document["added_tokens"]}
+        model["vocab"]["zz"] = model["vocab"].pop("z")  # no text leads to it
+        model["merges"] = [merge for merge in model["merges"] if "z" not in merge]
+
+    tokenizer = Tokenizer.load(edited({"tokenizer.json": without_z}))
+    assert tokenizer.encode("a\n z", add_bos=False) == tokenizer.encode("a\n ", add_bos=False)
+
+
 @pytest.mark.parametrize("text", ["the long 'sword' into", "x != y", "for 'manual'", "! ! !", "': 'search", " a , b ."])
 def test_d06_no_clean_up(tiny, demo, text) -> None:
     """The tiny tokenizer's configuration asks for clean-up, as Llama 3's does."""

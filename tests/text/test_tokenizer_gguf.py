@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 
 from checkpoints_convert.tokenizer_gguf import CONTROL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from jaxspec.errors import UserError
@@ -137,6 +138,9 @@ def test_bytes_that_the_vocabulary_lacks_do_not_become_the_unknown_token(tiny_fi
         "tokenizer.ggml.unknown_token_id": 0,
     }
     assert rebuilt(fields, tmp_path).encode("axb", add_bos=False) == [1, 2]
+    # Nor for anyone else who reads the folder.
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.encode("axb", add_special_tokens=False).ids == [1, 2]
 
 
 def test_all_findings_come_at_once(tiny_fields, tmp_path) -> None:

@@ -1,0 +1,331 @@
+"""The speculate-verify step and the prefill: pure functions from one DecodeState to the next.
+
+One step: the drafter proposes x_1..x_gamma, the target runs once over [pending, x_1..x_gamma], the law decides how many
+stand and what follows them, and a+1 tokens are committed. gamma is the static bucket that a step is compiled for; each
+row drafts its own gamma_i <= gamma, which is a mask.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, empty_cache
+from jaxspec.model.llama import Llama, ModelDef
+from jaxspec.speculate.drafters import Drafter, Proposal
+from jaxspec.speculate.sampling import (
+    NEUTRAL,
+    RowSampling,
+    Uniforms,
+    draw,
+    final_law,
+    first_argmax,
+    mask_logits,
+    round_uniforms,
+)
+from jaxspec.speculate.state import (
+    DESYNC,
+    LENGTH,
+    NOT_FINITE,
+    RUNNING,
+    STOP_IDS,
+    STOPPED,
+    TOP_LOGPROBS,
+    Context,
+    DecodeState,
+    Logprobs,
+    RowParams,
+    StepReport,
+    grow_cache,
+    pack,
+)
+from jaxspec.speculate.verify import greedy_law, token_law
+
+
+class Params(NamedTuple):
+    """Flat parameter dicts of the target and of the drafter."""
+
+    target: dict[str, jax.Array]
+    drafter: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The static half of decoding. ``valid_vocab``: ids from it on (vocabulary padding) are never sampled."""
+
+    target: ModelDef
+    drafter: Drafter
+    valid_vocab: int
+
+    def empty(self, rows: int, slots: int) -> DecodeState:
+        """A state of empty rows (inside a jit)."""
+        temperature, top_k, top_p, min_p = NEUTRAL
+        sampling = RowSampling(
+            jnp.full((rows,), temperature, jnp.float32),
+            jnp.full((rows,), top_k, jnp.int32),
+            jnp.full((rows,), top_p, jnp.float32),
+            jnp.full((rows,), min_p, jnp.float32),
+        )
+        params = RowParams(
+            sampling=sampling,
+            seed_B2=jnp.zeros((rows, 2), jnp.uint32),
+            stop_ids_BE=jnp.full((rows, STOP_IDS), -1, jnp.int32),
+            min_length_B=jnp.zeros((rows,), jnp.int32),
+            max_length_B=jnp.zeros((rows,), jnp.int32),
+            wants_logprobs_B=jnp.zeros((rows,), bool),
+        )
+        return DecodeState(
+            tokens_BS=jnp.zeros((rows, slots), jnp.int32),
+            length_B=jnp.zeros((rows,), jnp.int32),
+            finished_B=jnp.ones((rows,), bool),
+            rows=params,
+            target=empty_cache(self.target.config, self.target.sharding, rows, slots, self.target.dtype),
+            drafter=self.drafter.init(rows, slots),
+        )
+
+    def start(self, tokens_BS: jax.Array, length_B: jax.Array, rows: RowParams) -> DecodeState:
+        """A state whose rows hold these committed tokens and nothing in their caches yet."""
+        empty = self.empty(*tokens_BS.shape)
+        return empty._replace(
+            tokens_BS=tokens_BS, length_B=length_B, finished_B=jnp.zeros_like(empty.finished_B), rows=rows
+        )
+
+    def prefill(self, params: Params, state: DecodeState, start: jax.Array, chunk: int) -> tuple[DecodeState, StepReport]:
+        """Runs the target over committed tokens start..start+chunk-1; the chunk that reaches the end commits a token.
+
+        After it the row is ready to decode: n grew by one and the cache holds the n - 1 others.
+        """
+        context = _context(state)
+        slots = state.target.window
+        positions_BT = start + jnp.arange(chunk, dtype=jnp.int32)[None, :]
+        positions_BT = jnp.where(positions_BT < state.length_B[:, None], positions_BT, slots)
+        tokens_BT = jnp.take_along_axis(state.tokens_BS, jnp.clip(positions_BT, 0, slots - 1), axis=1)
+        model = self.target.merge(params.target)
+        hidden_BTD, cache = model(tokens_BT, positions_BT, state.target)
+        cached_B = jnp.minimum(start + chunk, state.length_B).astype(jnp.int32)
+        cache = cache._replace(length_B=cached_B)
+
+        last_B = jnp.clip(state.length_B - 1 - start, 0, chunk - 1)
+        hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
+        active_B = ~state.finished_B & (cached_B == state.length_B)
+        round_ = _Round(
+            hidden_BTD=hidden_BTD,
+            proposal=None,
+            gamma_B=jnp.zeros_like(state.length_B),
+            active_B=active_B,
+            uniforms=round_uniforms(state.rows.seed_B2, state.length_B),
+            # The rule for the cache before a round, which here holds one token more: the pending one was just fed.
+            desync_B=jnp.zeros_like(active_B),
+        )
+        judged = self._judge(model, context, round_)
+        state = state._replace(target=cache)
+        return self._commit(state, context, round_, judged, 0)
+
+    def prefill_drafter(self, params: Params, state: DecodeState, start: jax.Array, chunk: int) -> DecodeState:
+        """Runs the drafter over committed tokens start..start+chunk-1, to catch up."""
+        return state._replace(
+            drafter=self.drafter.prefill(params.drafter, state.drafter, _context(state), start, chunk)
+        )
+
+    def step(
+        self, params: Params, state: DecodeState, gamma_B: jax.Array, gamma: int
+    ) -> tuple[DecodeState, StepReport]:
+        """One round of the rows with ``gamma_B`` >= 0; a row with -1 is left alone for good (cancelled or empty).
+
+        Args:
+            gamma_B: int32, drafts asked for per row, at most the static bucket ``gamma``. Bounded here by the room
+                that is left and by what the drafter has.
+        """
+        context = _context(state)
+        slots = state.target.window
+        n_B = state.length_B
+        finished_B = state.finished_B | (gamma_B < 0)
+        active_B = ~finished_B
+        # A row at rest must not make a greedy batch take the slow path.
+        sampling = state.rows.sampling
+        sampling = sampling._replace(temperature_B=jnp.where(active_B, sampling.temperature_B, 0))
+        context = context._replace(rows=state.rows._replace(sampling=sampling))
+        uniforms = round_uniforms(state.rows.seed_B2, n_B)
+
+        tokens_BT = jnp.take_along_axis(state.tokens_BS, jnp.maximum(n_B - 1, 0)[:, None], axis=1)
+        drafter_state, proposal = state.drafter, None
+        room_B = jnp.minimum(state.rows.max_length_B - n_B - 1, self.drafter.ready(state.drafter, context))
+        gamma_B = jnp.where(active_B, jnp.clip(jnp.minimum(gamma_B, room_B), 0, gamma), 0)
+        if gamma > 0:
+            proposal, drafter_state = self.drafter.propose(
+                params.drafter, state.drafter, context, gamma, uniforms.draft_BJ
+            )
+            tokens_BT = jnp.concatenate([tokens_BT, proposal.tokens_BJ], axis=1)
+
+        offsets_T = jnp.arange(gamma + 1, dtype=jnp.int32)[None, :]
+        positions_BT = n_B[:, None] - 1 + offsets_T
+        fed_BT = active_B[:, None] & (offsets_T <= gamma_B[:, None])
+        positions_BT = jnp.where(fed_BT, positions_BT, slots)
+        model = self.target.merge(params.target)
+        hidden_BTD, cache = model(tokens_BT, positions_BT, state.target)
+
+        desync_B = state.target.length_B != n_B - 1
+        round_ = _Round(hidden_BTD, proposal, gamma_B, active_B, uniforms, desync_B)
+        judged = self._judge(model, context, round_)
+        state = state._replace(target=cache, drafter=drafter_state, finished_B=finished_B)
+        return self._commit(state, context, round_, judged, gamma)
+
+    def _judge(self, model: Llama, context: Context, round_: "_Round") -> "_Judged":
+        """Logits, faults and the law's verdict."""
+        rows = context.rows
+        logits_BTV = model.logits(round_.hidden_BTD)
+        offsets_T = jnp.arange(logits_BTV.shape[1], dtype=jnp.int32)[None, :]
+        sound_BT = jnp.all(jnp.isfinite(logits_BTV), axis=-1)
+        sound_B = jnp.all(sound_BT | (offsets_T > round_.gamma_B[:, None]), axis=1)
+        fault_B = jnp.where(sound_B, jnp.where(round_.desync_B, DESYNC, 0), NOT_FINITE)
+        fault_B = jnp.where(round_.active_B, fault_B, 0)
+
+        ban_BT = context.length_B[:, None] + offsets_T < rows.min_length_B[:, None]
+        masked_BTV = mask_logits(logits_BTV, rows.stop_ids_BE, ban_BT, self.valid_vocab)
+        proposal = round_.proposal
+        draft_BJ = jnp.zeros((ban_BT.shape[0], 0), jnp.int32) if proposal is None else proposal.tokens_BJ
+        coin_BJ = round_.uniforms.coin_BJ[:, : draft_BJ.shape[1]]
+
+        def greedy() -> tuple[jax.Array, jax.Array]:
+            verdict = greedy_law(first_argmax(masked_BTV), draft_BJ, round_.gamma_B)
+            return verdict.n_accepted_B, verdict.last_token_B
+
+        def sampled() -> tuple[jax.Array, jax.Array]:
+            p_BTV = final_law(masked_BTV, rows.sampling)
+            q_BJV = None if proposal is None else proposal.q_BJV
+            verdict = token_law(p_BTV, q_BJV, draft_BJ, round_.gamma_B, coin_BJ)
+            return verdict.n_accepted_B, draw(verdict.last_BV, round_.uniforms.last_B)
+
+        any_sampled = jnp.any(round_.active_B & (rows.sampling.temperature_B > 0))
+        n_accepted_B, last_B = jax.lax.cond(any_sampled, sampled, greedy)
+        tokens_BT = jnp.where(offsets_T == n_accepted_B[:, None], last_B[:, None], _padded(draft_BJ))
+        return _Judged(n_accepted_B, tokens_BT, fault_B, _logprobs(logits_BTV, tokens_BT, rows.wants_logprobs_B))
+
+    def _commit(
+        self, state: DecodeState, before: Context, round_: "_Round", judged: "_Judged", gamma: int
+    ) -> tuple[DecodeState, StepReport]:
+        """Appends the accepted run, cut at the first stop; rows with a fault commit nothing."""
+        rows = before.rows
+        n_B = before.length_B
+        slots = state.tokens_BS.shape[1]
+        offsets_T = jnp.arange(judged.tokens_BT.shape[1], dtype=jnp.int32)[None, :]
+
+        committing_B = round_.active_B & (judged.fault_B == 0)
+        run_BT = (offsets_T <= judged.n_accepted_B[:, None]) & committing_B[:, None]
+        stops_BT = jnp.any(judged.tokens_BT[:, :, None] == rows.stop_ids_BE[:, None, :], axis=-1) & run_BT
+        full_BT = (n_B[:, None] + offsets_T + 1 >= rows.max_length_B[:, None]) & run_BT
+        # Kept: the run up to and with its first ending.
+        ended_before_BT = jnp.cumsum((stops_BT | full_BT).astype(jnp.int32), axis=1) - (stops_BT | full_BT)
+        kept_BT = run_BT & (ended_before_BT == 0)
+        n_new_B = jnp.sum(kept_BT, axis=1, dtype=jnp.int32)
+        stopped_B = jnp.any(stops_BT & kept_BT, axis=1)
+        full_B = jnp.any(full_BT & kept_BT, axis=1)
+        finish_B = jnp.where(stopped_B, STOPPED, jnp.where(full_B, LENGTH, RUNNING))
+
+        length_B = n_B + n_new_B
+        # Dropped writes: an index past the end.
+        where_BT = jnp.where(kept_BT, n_B[:, None] + offsets_T, slots)
+        tokens_BS = jax.vmap(lambda row_S, at_T, new_T: row_S.at[at_T].set(new_T, mode="drop"))(
+            state.tokens_BS, where_BT, judged.tokens_BT
+        )
+        cached_B = jnp.where(committing_B, length_B - 1, state.target.length_B)
+        after = before._replace(tokens_BS=tokens_BS, length_B=length_B)
+        drafter = self.drafter.commit(state.drafter, before, after, judged.n_accepted_B, gamma)
+        state = state._replace(
+            tokens_BS=tokens_BS,
+            length_B=length_B,
+            finished_B=state.finished_B | (finish_B != RUNNING),
+            target=state.target._replace(length_B=cached_B),
+            drafter=drafter,
+        )
+        packed = pack(
+            n_new=n_new_B,
+            n_drafted=jnp.where(committing_B, round_.gamma_B, 0),
+            n_accepted=jnp.where(committing_B, judged.n_accepted_B, 0),
+            finish=finish_B,
+            fault=judged.fault_B,
+            length=length_B,
+            ready=self.drafter.ready(drafter, after),
+            lag=self.drafter.lag(drafter, after),
+            tokens=judged.tokens_BT,
+        )
+        replicated = self.target.sharding.replicated
+        report = StepReport(packed, judged.logprobs)
+        return state, jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, replicated), report)
+
+    def grow(self, state: DecodeState, slots: int) -> DecodeState:
+        """The same rows with ``slots`` slots each: one copy."""
+        grown = slots - state.tokens_BS.shape[1]
+        return state._replace(
+            tokens_BS=jnp.pad(state.tokens_BS, ((0, 0), (0, grown))),
+            target=grow_cache(state.target, slots),
+            drafter=self.drafter.grow(state.drafter, slots),
+        )
+
+
+def insert(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
+    """``state`` with its row ``slot`` replaced by the only row of ``row``."""
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, slot, axis=0), state, row)
+
+
+def extract(state: DecodeState, slot: jax.Array) -> DecodeState:
+    """A state of one row, a copy of row ``slot``."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
+
+
+class _Round(NamedTuple):
+    """What is known before the law speaks."""
+
+    hidden_BTD: jax.Array
+    proposal: Proposal | None
+    gamma_B: jax.Array
+    active_B: jax.Array
+    uniforms: Uniforms
+    desync_B: jax.Array
+
+
+class _Judged(NamedTuple):
+    """What the law said: accepted drafts, then the last token, in tokens_BT (meaningless after it)."""
+
+    n_accepted_B: jax.Array
+    tokens_BT: jax.Array
+    fault_B: jax.Array
+    logprobs: Logprobs
+
+
+def _context(state: DecodeState) -> Context:
+    return Context(state.tokens_BS, state.length_B, state.rows)
+
+
+def _padded(draft_BJ: jax.Array) -> jax.Array:
+    return jnp.pad(draft_BJ, ((0, 0), (0, 1)))
+
+
+def _logprobs(logits_BTV: jax.Array, tokens_BT: jax.Array, wants_B: jax.Array) -> Logprobs:
+    """Under the target's own law, before bans and filters; computed only when some row wants them."""
+    B, T, V = logits_BTV.shape
+    count = min(TOP_LOGPROBS, V)
+
+    def compute() -> Logprobs:
+        normal_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+        chosen_BT = jnp.take_along_axis(normal_BTV, tokens_BT[:, :, None], axis=-1)[..., 0]
+        top, ids = jax.lax.top_k(normal_BTV.reshape(B * T, V), count)
+        return Logprobs(chosen_BT, top.reshape(B, T, count), ids.reshape(B, T, count))
+
+    def nothing() -> Logprobs:
+        return Logprobs(
+            jnp.zeros((B, T), jnp.float32), jnp.zeros((B, T, count), jnp.float32), jnp.zeros((B, T, count), jnp.int32)
+        )
+
+    return jax.lax.cond(jnp.any(wants_B), compute, nothing)
+
+
+def state_axes(decoder: Decoder, state: DecodeState) -> Any:
+    """Logical axes of every array of a state, in its structure."""
+    layer: Any = LayerCache(CACHE_AXES, CACHE_AXES)  # pyright: ignore[reportArgumentType]
+    axes = jax.tree.map(lambda x: ("batch",) + (None,) * (x.ndim - 1), state._replace(target=None, drafter=None))
+    return axes._replace(
+        target=KVCache((layer,) * len(state.target.layers), ("batch",)),  # pyright: ignore[reportArgumentType]
+        drafter=decoder.drafter.axes(state.drafter),
+    )

@@ -122,9 +122,10 @@ class Service:
 
     async def _stream(self, data: bytes, context: Context, outcome: dict[str, Any]) -> None:
         """Runs one request to its last chunk; fills ``outcome`` with what the log says about it."""
-        call = wire.read_request(wire.parse(pb.GenerateRequest, data))
-        request_id = outcome["request_id"] = call.request_id or f"gen-{uuid.uuid4().hex}"
+        request = wire.parse(pb.GenerateRequest, data)
         engine = self._accepting()
+        call = wire.read_request(request, engine.model_info().vocab_size)
+        request_id = outcome["request_id"] = call.request_id or f"gen-{uuid.uuid4().hex}"
         if request_id in self._live:
             raise DuplicateRequestId(f"request_id: expected one that is not in use, got {request_id!r}")
         limits = [limit for limit in (context.time_remaining(), self._max_stream_s) if limit is not None]

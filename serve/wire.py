@@ -113,15 +113,15 @@ def checked_request_id(request_id: str) -> str:
     return request_id
 
 
-def read_request(request: pb.GenerateRequest) -> Call:
-    """What the client asks for. InvalidRequest for values that do not need the model to be refused."""
+def read_request(request: pb.GenerateRequest, vocab_size: int) -> Call:
+    """What the client asks for. InvalidRequest for all that can be refused without tokenizing."""
     kind = request.WhichOneof("input")
     prompt = Prompt(
         text=request.prompt if kind == "prompt" else None,
         ids=tuple(request.prompt_ids.ids) if kind == "prompt_ids" else None,
         chat=tuple((m.role, m.content) for m in request.chat.messages) if kind == "chat" else None,
     )
-    prompt.validate()
+    prompt.validate(vocab_size)
     given = request.sampling
     if given.HasField("num_beams"):
         refuse_beam_search("num_beams", given.num_beams)
@@ -130,7 +130,7 @@ def read_request(request: pb.GenerateRequest) -> Call:
         stop_token_ids=tuple(given.stop_token_ids),
         **{name: getattr(given, name) for name in SAMPLING_SCALARS if given.HasField(name)},
     )
-    sampling.validate()
+    sampling.validate(vocab_size)
     gamma = request.speculation.num_speculative_tokens
     speculation = SpeculationParams(gamma if request.speculation.HasField("num_speculative_tokens") else None)
     speculation.validate()

@@ -20,7 +20,7 @@ def test_the_committed_code_is_what_protoc_makes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [Prompt(text="née ✓"), Prompt(ids=(3, 496, 5)), Prompt(chat=(("system", ""), ("user", "<|eot_id|>")))],
+    [Prompt(text="née ✓"), Prompt(ids=(3, 496, 511)), Prompt(chat=(("system", ""), ("user", "<|eot_id|>")))],
 )
 def test_requests_come_back_as_they_were(prompt: Prompt) -> None:
     sampling = SamplingParams(
@@ -39,17 +39,17 @@ def test_requests_come_back_as_they_were(prompt: Prompt) -> None:
     )
     request = wire.write_request(prompt, sampling, SpeculationParams(0), "id-1")
     parsed = wire.parse(pb.GenerateRequest, request.SerializeToString())
-    assert wire.read_request(parsed) == wire.Call(prompt, sampling, SpeculationParams(0), "id-1")
+    assert wire.read_request(parsed, 512) == wire.Call(prompt, sampling, SpeculationParams(0), "id-1")
 
 
 def test_unset_is_not_zero() -> None:
     request = pb.GenerateRequest(prompt="a", sampling=pb.Sampling())
-    call = wire.read_request(request)
+    call = wire.read_request(request, 512)
     assert call.sampling == SamplingParams()
     assert call.speculation == SpeculationParams(None)
     assert call.request_id is None
     request.sampling.temperature = 0.0
-    assert wire.read_request(request).sampling.temperature == 0.0
+    assert wire.read_request(request, 512).sampling.temperature == 0.0
 
 
 def test_chunks_come_back_as_they_were() -> None:

@@ -6,6 +6,7 @@ its token was drawn from. Sorting the vocabulary costs more than the target pass
 the ``CANDIDATES`` largest logits where these reach far enough, else found exactly by bisection over the floats.
 """
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import jax
@@ -16,7 +17,9 @@ from jaxspec.shapes import GAMMA_MAX, sizes
 
 # The largest logits that are looked at first; one partial sort serves top-k and top-p.
 CANDIDATES: Final = 64
-# Width of the inner level of a draw.
+# Logits that share one maximum in the search for them.
+GROUP: Final = 16
+# Width of the inner level of a draw and of an argmax.
 BLOCK: Final = 256
 
 
@@ -94,24 +97,19 @@ def _mixed_law(logits_BJV: jax.Array, rows: RowSampling) -> jax.Array:
     greedy_B = rows.temperature_B <= 0
     # What greedy rows carry is replaced at the end; neutral values cost no search for it.
     rows = RowSampling(*(jnp.where(greedy_B, value, own_B) for value, own_B in zip(NEUTRAL, rows, strict=True)))
-    divisor_B = rows.temperature_B.astype(dtype)
     peak_BJ1 = jnp.max(logits_BJV, axis=-1, keepdims=True)
-    scaled_BJV = (logits_BJV - peak_BJ1) / divisor_B[:, None, None]
-    weights_BJV = jnp.exp(scaled_BJV)
+    weights_BJV = _weights(logits_BJV, peak_BJ1, rows)
 
     cuts_B = (rows.top_k_B > 0) | (rows.top_p_B < 1)
     none_BJ = jnp.full(logits_BJV.shape[:-1], -jnp.inf, dtype)
     floors = lax.cond(
         jnp.any(cuts_B),
-        lambda: _floors(logits_BJV, scaled_BJV, weights_BJV, rows),
+        lambda: _floors(logits_BJV, weights_BJV, peak_BJ1, rows),
         lambda: _Floors(none_BJ, none_BJ),
     )
     # The largest weight is exactly 1, so min-p needs no other number.
-    keep_BJV = (
-        (logits_BJV >= floors.logit_BJ[:, :, None])
-        & (scaled_BJV >= floors.scaled_BJ[:, :, None])
-        & (weights_BJV >= rows.min_p_B.astype(dtype)[:, None, None])
-    )
+    weight_BJ = jnp.maximum(floors.weight_BJ, rows.min_p_B.astype(dtype)[:, None])
+    keep_BJV = (logits_BJV >= floors.logit_BJ[:, :, None]) & (weights_BJV >= weight_BJ[:, :, None])
     weights_BJV = jnp.where(keep_BJV, weights_BJV, 0)
     p_BJV = weights_BJV / jnp.sum(weights_BJV, axis=-1, keepdims=True)
     return lax.cond(
@@ -121,90 +119,115 @@ def _mixed_law(logits_BJV: jax.Array, rows: RowSampling) -> jax.Array:
     )
 
 
+def _weights(logits_BJX: jax.Array, peak_BJ1: jax.Array, rows: RowSampling) -> jax.Array:
+    return jnp.exp((logits_BJX - peak_BJ1) / rows.temperature_B.astype(logits_BJX.dtype)[:, None, None])
+
+
 class _Floors(NamedTuple):
-    """What a token must reach to stay: top-k speaks of logits, top-p of logits after temperature."""
+    """What the logit and the weight of a token must reach for it to stay."""
 
     logit_BJ: jax.Array
-    scaled_BJ: jax.Array
+    weight_BJ: jax.Array
 
 
-def _floors(logits_BJV: jax.Array, scaled_BJV: jax.Array, weights_BJV: jax.Array, rows: RowSampling) -> _Floors:
+def _floors(logits_BJV: jax.Array, weights_BJV: jax.Array, peak_BJ1: jax.Array, rows: RowSampling) -> _Floors:
     vocab = logits_BJV.shape[-1]
     dtype = logits_BJV.dtype
-    width = min(CANDIDATES, vocab)
-    shape_BJ = logits_BJV.shape[:-1]
-    # XLA on CPU has a partial sort for rank 2 alone; at rank 3 it sorts everything, which takes 200 times longer.
-    top_RC, ids_RC = lax.top_k(logits_BJV.reshape(-1, vocab), width)
-    top_BJC, ids_BJC = top_RC.reshape(*shape_BJ, width), ids_RC.reshape(*shape_BJ, width)
+    top_BJC = _largest(logits_BJV, min(CANDIDATES, vocab))
+    shape_BJ, width = top_BJC.shape[:-1], top_BJC.shape[-1]
+    none_BJ = jnp.full(shape_BJ, -jnp.inf, dtype)
 
     # top-k: the k-th largest logit.
     uses_k_B = (rows.top_k_B > 0) & (rows.top_k_B < vocab)
-    kth_B = jnp.clip(rows.top_k_B - 1, 0, width - 1)
-    near_BJ = jnp.take_along_axis(top_BJC, jnp.broadcast_to(kth_B[:, None, None], (*shape_BJ, 1)), axis=-1)[..., 0]
-    logit_BJ = jnp.where(uses_k_B[:, None], near_BJ, -jnp.inf)
-    far_B = uses_k_B & (rows.top_k_B > width)
+    far_BJ = jnp.broadcast_to((uses_k_B & (rows.top_k_B > width))[:, None], shape_BJ)
+    kth_BJ = jnp.broadcast_to(jnp.clip(rows.top_k_B - 1, 0, width - 1)[:, None], shape_BJ)
+    near_BJ = jnp.where(uses_k_B[:, None], _pick(top_BJC, kth_BJ), -jnp.inf)
 
     def far_k() -> jax.Array:
         count_BJ = jnp.broadcast_to(rows.top_k_B.astype(dtype)[:, None], shape_BJ)
-        floor_BJ = _largest_floor(
-            logits_BJV,
-            jnp.ones((), dtype),
-            count_BJ,
-            jnp.full(shape_BJ, -jnp.inf, dtype),
-            top_BJC[..., -1],
-            jnp.broadcast_to(far_B[:, None], shape_BJ),
+        return jnp.where(
+            far_BJ, _largest_floor(logits_BJV, jnp.ones_like, count_BJ, none_BJ, top_BJC[..., -1], far_BJ), near_BJ
         )
-        return jnp.where(far_B[:, None], floor_BJ, logit_BJ)
 
-    logit_BJ = lax.cond(jnp.any(far_B), far_k, lambda: logit_BJ)
+    kth_logit_BJ = lax.cond(jnp.any(far_BJ), far_k, lambda: near_BJ)
 
     # top-p: the largest floor that leaves the wanted share of what top-k left.
-    uses_p_B = rows.top_p_B < 1
-    kept_BJV = jnp.where(logits_BJV >= logit_BJ[:, :, None], weights_BJV, 0)
+    uses_p_B1 = (rows.top_p_B < 1)[:, None]
+    kept_BJV = jnp.where(logits_BJV >= kth_logit_BJ[:, :, None], weights_BJV, 0)
     mass_BJ = jnp.sum(kept_BJV, axis=-1)
     wanted_BJ = rows.top_p_B.astype(dtype)[:, None] * mass_BJ
-    top_scaled_BJC = jnp.take_along_axis(scaled_BJV, ids_BJC, axis=-1)
-    reached_BJC = jnp.cumsum(jnp.exp(top_scaled_BJC), axis=-1) >= wanted_BJ[:, :, None]
-    nth_BJ = jnp.argmax(reached_BJC, axis=-1)
-    inside_BJ = jnp.any(reached_BJC, axis=-1)
-    near_BJ = jnp.take_along_axis(top_scaled_BJC, nth_BJ[:, :, None], axis=-1)[..., 0]
-    scaled_BJ = jnp.where(uses_p_B[:, None] & inside_BJ, near_BJ, -jnp.inf)
-    far_BJ = uses_p_B[:, None] & ~inside_BJ & (top_BJC[..., -1] >= logit_BJ)
+    top_weights_BJC = _weights(top_BJC, peak_BJ1, rows)
+    reached_BJC = jnp.cumsum(top_weights_BJC, axis=-1) >= wanted_BJ[:, :, None]
+    inside_BJ = uses_p_B1 & jnp.any(reached_BJC, axis=-1)
+    logit_BJ = jnp.where(inside_BJ, _pick(top_BJC, jnp.argmax(reached_BJC, axis=-1)), -jnp.inf)
+    outside_BJ = uses_p_B1 & ~inside_BJ & (top_BJC[..., -1] >= kth_logit_BJ)
 
     def far_p() -> jax.Array:
-        # Below this floor V tokens together could not weigh the share that may be dropped.
-        spare_BJ = (1 - rows.top_p_B.astype(dtype))[:, None] * mass_BJ
-        lowest_BJ = 2 * jnp.log(spare_BJ / vocab)
-        floor_BJ = _largest_floor(scaled_BJV, kept_BJV, wanted_BJ, lowest_BJ, top_scaled_BJC[..., -1], far_BJ)
-        return jnp.where(far_BJ, floor_BJ, scaled_BJ)
+        # Weights below this floor add up to at most half of what may be dropped, were they V in number.
+        lowest_BJ = (1 - rows.top_p_B.astype(dtype))[:, None] * mass_BJ / (2 * vocab)
+        floor_BJ = _largest_floor(kept_BJV, lambda x: x, wanted_BJ, lowest_BJ, top_weights_BJC[..., -1], outside_BJ)
+        return jnp.where(outside_BJ, floor_BJ, -jnp.inf)
 
-    return _Floors(logit_BJ, lax.cond(jnp.any(far_BJ), far_p, lambda: scaled_BJ))
+    return _Floors(jnp.maximum(kth_logit_BJ, logit_BJ), lax.cond(jnp.any(outside_BJ), far_p, lambda: none_BJ))
+
+
+def _pick(x_BJC: jax.Array, index_BJ: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_BJC, index_BJ[:, :, None], axis=-1)[..., 0]
+
+
+def _largest(x_BJV: jax.Array, width: int) -> jax.Array:
+    """The ``width`` largest values in descending order.
+
+    They lie in the ``width`` groups with the largest maxima, so two small partial sorts do. At rank two, because XLA on
+    CPU has a partial sort for that rank alone: at rank three it sorts everything, which takes 200 times longer.
+    """
+    x_RV = x_BJV.reshape(-1, x_BJV.shape[-1])
+    if x_RV.shape[-1] > GROUP * width:
+        short = -x_RV.shape[-1] % GROUP
+        x_RGC = jnp.pad(x_RV, ((0, 0), (0, short)), constant_values=-jnp.inf).reshape(x_RV.shape[0], GROUP, -1)
+        _, best_RC = lax.top_k(jnp.max(x_RGC, axis=1), width)
+        x_RV = jnp.take_along_axis(x_RGC, best_RC[:, None, :], axis=2).reshape(x_RV.shape[0], -1)
+    return lax.top_k(x_RV, width)[0].reshape(*x_BJV.shape[:-1], width)
 
 
 def _largest_floor(
     x_BJV: jax.Array,
-    weights: jax.Array,
+    weigh: Callable[[jax.Array], jax.Array],
     wanted_BJ: jax.Array,
     low_BJ: jax.Array,
     high_BJ: jax.Array,
     search_BJ: jax.Array,
 ) -> jax.Array:
-    """The largest float f in [low, high] with sum(weights where x >= f) >= wanted, where ``search_BJ``.
+    """A float f in [low, high] such that sum(weigh(x) where x >= f) >= wanted, and no larger f keeps fewer x.
 
-    Bisection over the floats themselves, so the answer is exact: as many steps as the range has bits.
+    Meaningful where ``search_BJ``. Bisection over the floats themselves, so the answer is exact: it ends when the range
+    holds one float, or sooner, when what it holds weighs less than two.
     """
 
-    def step(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        below_BJ, above_BJ = bounds
-        middle_BJ = below_BJ + (above_BJ - below_BJ) // 2
-        kept_BJV = jnp.where(x_BJV >= _float_of(middle_BJ, x_BJV.dtype)[:, :, None], weights, 0)
-        enough_BJ = jnp.sum(kept_BJV, axis=-1) >= wanted_BJ
-        return jnp.where(enough_BJ, middle_BJ, below_BJ), jnp.where(enough_BJ, above_BJ, middle_BJ)
+    class Range(NamedTuple):
+        below_BJ: jax.Array  # keeps enough
+        above_BJ: jax.Array  # keeps too little
+        mass_below_BJ: jax.Array
+        mass_above_BJ: jax.Array
+
+    def is_open(r: Range) -> jax.Array:
+        one_BJ = weigh(_float_of(r.below_BJ, x_BJV.dtype))
+        return (r.above_BJ - r.below_BJ > 1) & (r.mass_below_BJ - r.mass_above_BJ > 1.5 * one_BJ)
+
+    def halve(r: Range) -> Range:
+        middle_BJ = r.below_BJ + (r.above_BJ - r.below_BJ) // 2
+        kept_BJV = jnp.where(x_BJV >= _float_of(middle_BJ, x_BJV.dtype)[:, :, None], weigh(x_BJV), 0)
+        mass_BJ = jnp.sum(kept_BJV, axis=-1)
+        lower = Range(r.below_BJ, middle_BJ, r.mass_below_BJ, mass_BJ)
+        upper = Range(middle_BJ, r.above_BJ, mass_BJ, r.mass_above_BJ)
+        enough_BJ = mass_BJ >= wanted_BJ
+        return Range(*(jnp.where(enough_BJ, high, low) for high, low in zip(upper, lower, strict=True)))
 
     below_BJ = _order_of(low_BJ)
-    above_BJ = jnp.where(search_BJ, jnp.maximum(_order_of(high_BJ), below_BJ) + 1, below_BJ + 1)
-    below_BJ, _ = lax.while_loop(lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), step, (below_BJ, above_BJ))
-    return _float_of(below_BJ, x_BJV.dtype)
+    above_BJ = jnp.where(search_BJ, jnp.maximum(_order_of(high_BJ), below_BJ) + 1, below_BJ)
+    start = Range(below_BJ, above_BJ, jnp.full_like(wanted_BJ, jnp.inf), jnp.zeros_like(wanted_BJ))
+    found = lax.while_loop(lambda r: jnp.any(is_open(r)), halve, start)
+    return _float_of(found.below_BJ, x_BJV.dtype)
 
 
 def _order_of(x: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from checkpoints_convert.engine import Dtype, Plan, filled_groups, make_plan
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.progress import Reporter, Silent
 from checkpoints_convert.readers import Format, Source, open_source
+from checkpoints_convert.readers.hf import GENERATION, TOKENIZER_FILES
 from checkpoints_convert.tokenizer_files import UNKNOWN_VERSION, CarriedTokenizer, carry_tokenizer
 from jaxspec.checkpoint import FORMAT_VERSION, CheckpointWriter, Manifest, check_destination
 
@@ -47,7 +49,7 @@ def convert(
     with tempfile.TemporaryDirectory(prefix="jaxspec-tokenizer-") as scratch:
         plan, carried = _check(src, dst, source_format, dtype, override, force, Path(scratch))
         with CheckpointWriter(dst, force=force) as writer:
-            hashes = _hash_sources(plan.source, report)
+            hashes = _hash_files(_files(plan.source, carried), report)
             with report.stage("converting", plan.nbytes) as advance:
                 for group, leaves in filled_groups(plan):
                     writer.write_group(group, leaves)
@@ -90,11 +92,20 @@ def _entangled(src: Path, dst: Path) -> str | None:
     return None
 
 
-def _hash_sources(source: Source, report: Reporter) -> dict[str, str]:
-    sizes = {name: path.stat().st_size for name, path in source.files.items()}
+def _files(source: Source, carried: CarriedTokenizer | None) -> dict[str, Path]:
+    """Every file that the result depends on, by name. A tokenizer given apart stands in for the source's."""
+    if carried is None or carried.replaces is None:
+        return dict(source.files)
+    replaced = set(TOKENIZER_FILES) - {GENERATION}
+    kept = {name: path for name, path in source.files.items() if name not in replaced}
+    return kept | dict(carried.replaces)
+
+
+def _hash_files(files: Mapping[str, Path], report: Reporter) -> dict[str, str]:
+    sizes = {name: path.stat().st_size for name, path in files.items()}
     hashes: dict[str, str] = {}
     with report.stage("hashing sources", sum(sizes.values())) as advance:
-        for name, path in source.files.items():
+        for name, path in files.items():
             digest = hashlib.sha256()
             with path.open("rb") as file:
                 while block := file.read(_HASH_BYTES):

@@ -61,6 +61,7 @@ class Bars:
             yield lambda done: bars.advance(task, done)
 
 
-def reporter(out: TextIO = sys.stderr) -> Reporter:
-    """Bars on a terminal, lines elsewhere."""
+def reporter() -> Reporter:
+    """To stderr: bars on a terminal, lines elsewhere."""
+    out = sys.stderr
     return Bars(out) if out.isatty() else Lines(out)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ class CarriedTokenizer:
     """A tokenizer laid out in ``folder``, ready to be copied into the checkpoint."""
 
     folder: Path
+    replaces: Mapping[str, Path] | None  # files of the folder it was taken from, when that is not the source
     fingerprint: str
     size: int
     model_version: str
@@ -41,7 +43,9 @@ def carry_tokenizer(source: Source, override: Path | None, folder: Path) -> Carr
         raise UserError(
             f"tokenizer: expected at most {source.config.vocab_size} tokens (vocab_size), got {tokenizer.size}"
         )
-    return CarriedTokenizer(folder, tokenizer.fingerprint, tokenizer.size, _model_version(folder / "tokenizer.json"))
+    replaces = None if override is None else {file.name: override / file.name for file in folder.iterdir()}
+    version = _model_version(folder / "tokenizer.json")
+    return CarriedTokenizer(folder, replaces, tokenizer.fingerprint, tokenizer.size, version)
 
 
 def _model_version(path: Path) -> str:

@@ -78,6 +78,8 @@ class Manifest:
         if isinstance(data, Mapping) and data.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
             raise UserError(f"{where}: expected format version {FORMAT_VERSION}, got {data['format_version']!r}")
         values = checked_fields(cls, data, where)
+        if not isinstance(values["tensors"], Mapping):
+            raise UserError(f"{where}: tensors: expected a JSON object, got {type(values['tensors']).__name__}")
         records: dict[str, TensorRecord] = {}
         for name, entry in values["tensors"].items():
             record = TensorRecord(**checked_fields(TensorRecord, entry, f"{where}: tensors.{name}"))
@@ -245,31 +247,36 @@ def _restore_group(
 ) -> dict[str, Any]:
     folder = (checkpoint.path / "params" / group).absolute()
     by_leaf = {group_and_leaf(name)[1]: argument for name, argument in arguments.items()}
+    _check_stored(checkpoint, group, folder)
     try:
-        _check_stored(checkpoint, group, orbax.metadata(folder).item_metadata)
         restored = orbax.restore(folder, args=ocp.args.PyTreeRestore(item=by_leaf, restore_args=by_leaf))
-    except UserError:
-        raise
     except Exception as error:  # Orbax lets every layer below it throw what it likes, bare Exception included
         reason = str(error).partition("\n")[0].partition(" See full")[0][:200]
         raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {reason})") from error
     return {name: restored[group_and_leaf(name)[1]] for name in arguments}
 
 
-def _check_stored(checkpoint: Checkpoint, group: str, stored: Any) -> None:
-    """Compares what Orbax found on disk with the manifest: a cast must be asked for, never happen by accident."""
+def _check_stored(checkpoint: Checkpoint, group: str, folder: Path) -> None:
+    """Compares what is on disk with the manifest, before Orbax is asked.
+
+    A cast must be asked for, never happen by accident; and a read that fails midway leaves Orbax's others running.
+    """
     problems: list[str] = []
-    leaves = {} if stored is None else dict(stored.items())
     for name in checkpoint.groups()[group]:
-        record, found = checkpoint.manifest.tensors[name], leaves.pop(group_and_leaf(name)[1], None)
-        if found is None:
+        record, leaf = checkpoint.manifest.tensors[name], folder / group_and_leaf(name)[1]
+        if not (leaf / "zarr.json").is_file():
             problems.append(f"{name} is missing from params/{group}")
-        elif (np.dtype(found.dtype).name, tuple(found.shape)) != (record.dtype, record.shape):
+            continue
+        array = _read_json(leaf / "zarr.json")  # the header of a Zarr 3 array
+        dtype, shape = array.get("data_type"), array.get("shape")
+        # Stored without compression, so the pieces are at least as large as the tensor.
+        present = sum(piece.stat().st_size for piece in leaf.glob("c/**/*") if piece.is_file())
+        if (dtype, shape) != (record.dtype, list(record.shape)):
             problems.append(
-                f"{name}: the manifest says {record.dtype} {list(record.shape)}, "
-                f"params/{group} holds {np.dtype(found.dtype).name} {list(found.shape)}"
+                f"{name}: the manifest says {record.dtype} {list(record.shape)}, params/{group} holds {dtype} {shape}"
             )
-    problems += [f"params/{group} holds {leaf}, which the manifest does not name" for leaf in leaves]
+        elif present < record.nbytes:
+            problems.append(f"{name}: expected {record.nbytes} bytes in params/{group}, found {present}")
     if problems:
         raise UserError(f"{checkpoint.path}: {'; '.join(problems)}")
 

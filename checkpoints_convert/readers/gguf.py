@@ -1,6 +1,7 @@
 """A GGUF file of the ``llama`` architecture: its metadata to our config, its tensors under their GGUF names."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -64,10 +65,17 @@ class _Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             self._findings.add(f"{self._where}: {key}: expected a positive number, got {str(value)[:80]}")
             return 1.0
         return float(value)
+
+    def token(self, key: str) -> int | None:
+        value = self._fields.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            self._findings.add(f"{self._where}: {key}: expected a token id, got {str(value)[:80]}")
+            return None
+        return value
 
     def _value(self, key: str, default: float | None) -> Any:
         value = self._fields.get(key, default)
@@ -106,8 +114,8 @@ def _config(file: GgufFile) -> LlamaConfig:
         "max_position_embeddings": fields.integer("llama.context_length"),
         "tie_word_embeddings": head_name("gguf") not in file.tensors,
         "rope_scaling": _scaling(file, fields, findings, head_dim),
-        "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_ids": _end_ids(file),
+        "bos_token_id": fields.token("tokenizer.ggml.bos_token_id"),
+        "eos_token_ids": _end_ids(fields),
     }
     findings.raise_if_any()
     try:
@@ -124,8 +132,8 @@ def _vocab_size(file: GgufFile, fields: _Fields) -> int:
     return fields.integer("llama.vocab_size", default)
 
 
-def _end_ids(file: GgufFile) -> tuple[int, ...]:
-    ids = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS)
+def _end_ids(fields: _Fields) -> tuple[int, ...]:
+    ids = (fields.token(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS)
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
@@ -149,7 +157,7 @@ def _scaling(file: GgufFile, fields: _Fields, findings: Findings, head_dim: int)
         findings.add(f"{where}: {ROPE_DIVISORS}: expected shape [{head_dim // 2}], got {list(tensor.shape)}")
         return None
     divisors = tuple(float(value) for value in tensor.read())
-    if not all(0 < value < float("inf") for value in divisors):
+    if not all(0 < value < math.inf for value in divisors):
         findings.add(f"{where}: {ROPE_DIVISORS}: expected positive numbers, got {divisors}")
         return None
     return RopeScaling("divisors", divisors=divisors)

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.names import Dialect, head_name
@@ -16,12 +16,13 @@ from jaxspec.model.config import LlamaConfig
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+GENERATION: Final = "generation_config.json"  # read for its end tokens too
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
     "chat_template.jinja",
+    GENERATION,
 )
 
 
@@ -49,10 +50,11 @@ def open_hf(folder: Path) -> HfSource:
     weights_found = not findings.lines
     config: LlamaConfig | None = None
     names = [*shards, "config.json"]
+    generation: dict[str, Any] = {}
     with findings.collecting():
-        generation = {}
-        if (folder / "generation_config.json").is_file():
-            generation = read_object(folder / "generation_config.json")
+        if (folder / GENERATION).is_file():
+            generation = read_object(folder / GENERATION)
+    with findings.collecting():
         has_head = head_name("hf") in weights or not weights_found
         config = llama_config(read_object(folder / "config.json"), generation, has_head=has_head)
     findings.raise_if_any()

@@ -105,8 +105,8 @@ def _check_kind(raw: Mapping[str, Any], findings: Findings) -> None:
     if raw.get("model_type") != "llama":
         findings.add(f"config.json: model_type: expected 'llama', got {raw.get('model_type')!r}")
     architectures = raw.get("architectures")
-    if architectures is not None and "LlamaForCausalLM" not in architectures:
-        findings.add(f"config.json: architectures: expected LlamaForCausalLM, got {architectures!r}")
+    if architectures is not None and architectures != ["LlamaForCausalLM"]:
+        findings.add(f"config.json: architectures: expected ['LlamaForCausalLM'], got {architectures!r}")
     for key, accepted in _FIXED.items():
         if key in raw and raw[key] not in accepted:
             findings.add(f"config.json: {key}: expected {accepted[0]!r}, got {str(raw[key])[:80]!r}")
@@ -144,15 +144,15 @@ def _theta(raw: Mapping[str, Any], rope: Mapping[str, Any], findings: Findings) 
 
 
 def _scaling(rope: Mapping[str, Any], findings: Findings) -> RopeScaling | None:
-    kinds = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
-    if len(kinds) > 1:
-        findings.add(f"config.json: rope_type is {rope['rope_type']!r}, but type is {rope['type']!r}")
+    named = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
+    if len(named) == 2 and named[0] != named[1]:
+        findings.add(f"config.json: rope_type is {named[0]!r}, but type is {named[1]!r}")
         return None
-    if not kinds:
+    if not named:
         if set(rope) & set(_LLAMA3_NUMBERS):
             findings.add("config.json: rope_type is missing, though scaling numbers are there")
         return None
-    kind = kinds.pop()
+    kind = named[0]
     if kind == "default":
         return None
     if kind not in ("llama3", "linear"):

@@ -145,9 +145,8 @@ def _floors(logits_BJV: jax.Array, weights_BJV: jax.Array, peak_BJ1: jax.Array, 
 
     def far_k() -> jax.Array:
         count_BJ = jnp.broadcast_to(rows.top_k_B.astype(dtype)[:, None], shape_BJ)
-        return jnp.where(
-            far_BJ, _largest_floor(logits_BJV, jnp.ones_like, count_BJ, none_BJ, top_BJC[..., -1], far_BJ), near_BJ
-        )
+        floor_BJ = _largest_floor(logits_BJV, jnp.ones_like, count_BJ, none_BJ, top_BJC[..., -1], far_BJ)
+        return jnp.where(far_BJ, floor_BJ, near_BJ)
 
     kth_logit_BJ = lax.cond(jnp.any(far_BJ), far_k, lambda: near_BJ)
 
@@ -249,7 +248,7 @@ def draw(weights_BV: jax.Array, u_B: jax.Array) -> jax.Array:
 
     Two levels, blocks and then ids, so that no scan is long. Never an id of weight zero: rounding may place u * mass
     past a cumulative sum, and sums of prefixes need not grow in step with the weights, so only positive weights count.
-    Every row needs a positive finite mass.
+    With float32 uniforms (24 bits) a chance is exact to about 1e-7 of the mass. Every row needs a positive mass.
     """
     weights_BRC = _blocks(weights_BV, 0)
     mass_BR = jnp.sum(weights_BRC, axis=-1)

@@ -64,7 +64,7 @@ def assert_law(law_V, logits_V, options, edge):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["random", "ties", "peaked", "far from zero", "masked"])
-@pytest.mark.parametrize("vocab", [7, 11, 101, 997])
+@pytest.mark.parametrize("vocab", [7, 11, 101, 1031])  # the last has more than one candidate per group
 def test_filters_equal_the_sorted_reference(vocab, kind, dtype):
     """All filters in one batch, at three temperatures: ties, top_k beyond V, tiny top_p, candidates too few."""
     rng = np.random.default_rng(21)

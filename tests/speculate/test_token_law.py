@@ -129,6 +129,15 @@ def test_the_correction_is_the_clipped_difference_divided_by_its_sum():
 
 
 @pytest.mark.parametrize("q_given", [True, False])
+def test_an_id_that_p_excludes_never_stands(q_given):
+    """Not even against the smallest coin, 0."""
+    p_BJV = jnp.tile(jnp.asarray([0.0, 0.25, 0.75])[None, None, :], (1, 2, 1))
+    q_BJV = jnp.full((1, 1, 3), 1 / 3) if q_given else None
+    verdict = token_law(p_BJV, q_BJV, jnp.asarray([[0]]), jnp.asarray([1]), jnp.zeros((1, 1)))
+    assert verdict.n_accepted_B.tolist() == [0]
+
+
+@pytest.mark.parametrize("q_given", [True, False])
 def test_what_cannot_happen_makes_no_nan(q_given):
     """A04: padding drafts with q = 0, ids that p excludes, an empty residual met by a coin of 1."""
     p_V = jnp.asarray([0.0, 0.25, 0.75, 0.0])

@@ -1,13 +1,14 @@
 """The Llama decoder: token ids in, hidden states and logits out."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.cache import KVCache
+from jaxspec.model.cache import KVCache, LayerCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, product
 from jaxspec.model.params import ParamSpec, param_specs
@@ -56,7 +57,7 @@ class Llama(nnx.Module):
         cos, sin = rotation(inverse_frequencies(self.config), positions_BT)
         layers = []
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x, layer_cache = layer(x, layer_cache, positions_BT, cos, sin)
+            x, layer_cache = _run_layer(*nnx.split(layer), x, layer_cache, positions_BT, cos, sin)
             layers.append(layer_cache)
         return Output(self.final_norm(x), KVCache(tuple(layers), cache.length_B))
 
@@ -64,6 +65,12 @@ class Llama(nnx.Module):
         """float32 [B, T, V], whole on every device: the laws judge them once, identically everywhere."""
         head = self.embed if self.config.tie_word_embeddings else self.lm_head
         return self.sharding.constrain(product(hidden_BTD, head.weight[...], 1), None, None, None)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(graphdef: Any, state: Any, *arguments: Any) -> tuple[jax.Array, LayerCache]:
+    """A layer as a function of its own: traced and lowered once per program, not once per layer."""
+    return nnx.merge(graphdef, state)(*arguments)
 
 
 class ModelDef(NamedTuple):

@@ -91,7 +91,9 @@ class Decoder:
             tokens_BS=tokens_BS, length_B=length_B, finished_B=jnp.zeros_like(empty.finished_B), rows=rows
         )
 
-    def prefill(self, params: Params, state: DecodeState, start: jax.Array, chunk: int) -> tuple[DecodeState, StepReport]:
+    def prefill(
+        self, params: Params, state: DecodeState, start: jax.Array, chunk: int
+    ) -> tuple[DecodeState, StepReport]:
         """Runs the target over committed tokens start..start+chunk-1; the chunk that reaches the end commits a token.
 
         After it the row is ready to decode: n grew by one and the cache holds the n - 1 others.

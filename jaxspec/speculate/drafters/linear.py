@@ -112,7 +112,9 @@ class LinearDrafter:
         return state._replace(length_B=jnp.where(_drafting(state, before), fed_B, state.length_B))
 
     def ready(self, state: KVCache, context: Context) -> jax.Array:
-        return jnp.where(_drafting(state, context), GAMMA_MAX, 0).astype(jnp.int32)
+        # Past the positions that the draft model was trained for it drafts nothing; the row goes on without it.
+        fits_B = context.length_B + GAMMA_MAX <= self.model.config.max_position_embeddings
+        return jnp.where(_drafting(state, context) & fits_B, GAMMA_MAX, 0).astype(jnp.int32)
 
     def lag(self, state: KVCache, context: Context) -> jax.Array:
         return context.length_B - 1 - state.length_B

@@ -1,0 +1,475 @@
+"""The engine: one thread owns the devices; requests come in from any thread or event loop and stream back out."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Self
+
+import jax
+
+from jaxspec.engine.batch import BUSY_CHUNK, Batch, Fault, Prefill, catch_up
+from jaxspec.engine.load import Loaded, load
+from jaxspec.engine.params import Prompt, SamplingParams, SpeculationConfig, SpeculationParams
+from jaxspec.engine.records import Chunk, Loads, ModelInfo, ServerInfo
+from jaxspec.engine.request import Request
+from jaxspec.engine.scheduler import Scheduler, Turn
+from jaxspec.engine.tally import Tally
+from jaxspec.errors import EngineFault, InvalidRequest, Unavailable
+from jaxspec.shapes import GAMMA_MAX
+from jaxspec.speculate.state import FAULTS, LENGTH
+
+LOG = logging.getLogger("jaxspec")
+MAX_RESTARTS = 1
+
+
+class Engine:
+    """Decodes requests with continuous batching. Make one with :meth:`load`; use it as a context manager or close it."""
+
+    def __init__(self, loaded: Loaded, *, max_slots: int, max_len: int, max_queue: int) -> None:
+        self._loaded = loaded
+        self._programs = loaded.programs
+        self._max_slots, self._max_len, self._max_queue = max_slots, max_len, max_queue
+        self._scheduler = Scheduler(max_slots, max_queue)
+        self._batch = Batch(loaded.programs)
+        self._prefill: Prefill | None = None
+        self._tally = Tally()
+        self._changed = threading.Condition()  # guards the scheduler and the flags below
+        self._draining = self._stopping = False
+        self._broken: BaseException | None = None
+        self._ready = False
+        self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path,
+        *,
+        draft: str | Path | None = None,
+        speculation: SpeculationConfig | None = None,
+        mesh: str | Mapping[str, int] = "auto",
+        dtype: str | None = None,
+        max_slots: int = 4,
+        max_len: int = 1024,
+        max_queue: int = 64,
+        compilation_cache: str | Path | None = None,
+    ) -> Self:
+        """Loads converted checkpoints onto the mesh. Nothing is compiled yet: see :meth:`warmup`.
+
+        Args:
+            target: converted checkpoint folder.
+            draft: converted checkpoint of a smaller model; method draft_model unless ``speculation`` says otherwise.
+            mesh: "auto" (every device on the model axis), "4", "data=1,model=4" or a mapping.
+            dtype: "float32" or "bfloat16"; float32 on CPU and bfloat16 elsewhere by default.
+            max_slots: requests that decode at once.
+            max_len: tokens of prompt and completion together.
+            max_queue: requests that may wait for a slot.
+            compilation_cache: folder that keeps compiled programs between runs.
+
+        Raises UserError for whatever does not fit together.
+        """
+        if speculation is None:
+            speculation = SpeculationConfig(method="draft_model" if draft is not None else "ngram")
+        if max_queue < 0:
+            raise InvalidRequest("max_queue", max_queue, "an integer >= 0")
+        if compilation_cache is not None:
+            jax.config.update("jax_compilation_cache_dir", str(compilation_cache))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        loaded = load(
+            target,
+            draft=draft,
+            speculation=speculation,
+            mesh=mesh,
+            dtype=dtype,
+            max_slots=max_slots,
+            max_len=max_len,
+        )
+        return cls(loaded, max_slots=max_slots, max_len=max_len, max_queue=max_queue)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- start and end -------------------------------------------------------------------------------------------
+
+    def warmup(self, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compiles everything that serving can ask for, then runs one request through it. Nothing compiles after."""
+
+        def compiled(done: int, total: int) -> None:
+            if on_progress:
+                on_progress("compile", done, total)
+
+        self._programs.compile_all(compiled)
+        bos = self._loaded.checkpoint.config.bos_token_id or 0
+        for _ in self.generate([bos], SamplingParams(max_tokens=2, temperature=0.0)):
+            pass
+        self._tally.reset()
+        self._ready = True
+
+    @property
+    def ready(self) -> bool:
+        """Warm, taking requests, and alive."""
+        return self._ready and not self._draining and self._broken is None
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, lets the others finish for up to ``timeout_s`` seconds, then aborts the rest."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._draining = True
+            self._changed.wait_for(lambda: not self._scheduler.everyone() or self._broken, max(0.0, timeout_s))
+            for request in self._scheduler.everyone():
+                request.cancel()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._scheduler.everyone() or self._broken, 5.0)
+        LOG.info("drained %.1f s before the limit", until - time.monotonic())
+
+    def close(self) -> None:
+        """Aborts what runs and stops the engine's thread."""
+        self.drain(0.0)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt | str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Chunk]:
+        """Chunks of one completion as they come; the last has finish reason and summary. Closing it aborts.
+
+        The request is checked and queued at once. Raises InvalidRequest, QueueFull, Unavailable; while iterating
+        TimeoutError after ``timeout_s`` and EngineFault.
+        """
+        chunks: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
+        request = self._submit(prompt, sampling, speculation, request_id, timeout_s, chunks.put)
+        return self._iterate(request, chunks)
+
+    def _iterate(self, request: Request, chunks: "queue.SimpleQueue[Chunk | BaseException]") -> Iterator[Chunk]:
+        try:
+            while True:
+                item = chunks.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._cancel(request)
+
+    async def stream(
+        self,
+        prompt: Prompt | str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """:meth:`generate` for asyncio. Tokenizing runs in a thread; cancelling or ``aclose`` aborts the request."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
+
+        def sink(item: Chunk | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(chunks.put_nowait, item)
+
+        request = await self._submit_in_thread(prompt, sampling, speculation, request_id, timeout_s, sink)
+        try:
+            while True:
+                item = await chunks.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._cancel(request)
+
+    async def _submit_in_thread(self, *arguments: object) -> Request:
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, *arguments))  # pyright: ignore[reportArgumentType]
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            # The thread goes on; what it queues nobody will read.
+            submitting.add_done_callback(lambda done: None if done.exception() else self._cancel(done.result()))
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with finish reason "abort". False when there is none of that id."""
+        with self._changed:
+            found = [request for request in self._scheduler.everyone() if request.request_id == request_id]
+        for request in found:
+            self._cancel(request)
+        return bool(found)
+
+    def _cancel(self, request: Request) -> None:
+        request.cancel()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _submit(
+        self,
+        prompt: Prompt | str | Sequence[int],
+        sampling: SamplingParams | None,
+        speculation: SpeculationParams | None,
+        request_id: str | None,
+        timeout_s: float | None,
+        sink: Callable[[Chunk | BaseException], None],
+    ) -> Request:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        sampling = sampling or SamplingParams()
+        speculation = speculation or SpeculationParams()
+        self._refuse_unless_open()
+        vocab = self._programs.decoder.valid_vocab
+        sampling.validate(vocab)
+        speculation.validate()
+        prompt_ids = self.prompt_ids(Prompt.of(prompt), sampling)
+        tokenizer = self._loaded.tokenizer
+        gamma = speculation.num_speculative_tokens
+        if gamma is None:
+            gamma = self._loaded.speculation.num_speculative_tokens
+        if self._loaded.speculation.method == "none":
+            gamma = 0
+        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._loaded.eos_ids))
+        # A hidden special token shows no text, so a stop string that spells one must stop by its id.
+        stop_ids |= set(() if tokenizer is None else tokenizer.stop_ids(sampling.stop))
+        if sampling.stop and tokenizer is None:
+            raise InvalidRequest("stop", sampling.stop, "no stop strings: this checkpoint has no tokenizer")
+        room = self._max_len - len(prompt_ids)
+        request = Request(
+            request_id if request_id is not None else os.urandom(8).hex(),
+            prompt_ids,
+            sampling,
+            gamma=gamma,
+            seed=sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "big"),
+            stop_ids=sorted(stop_ids),
+            max_length=len(prompt_ids) + min(sampling.max_tokens or room, room),
+            method=self._loaded.speculation.method,
+            tokenizer=tokenizer,
+            sink=sink,
+            deadline=deadline,
+        )
+        with self._changed:
+            self._refuse_unless_open()
+            if any(other.request_id == request.request_id for other in self._scheduler.everyone()):
+                raise InvalidRequest("request_id", request.request_id, "one that no running request has")
+            self._scheduler.submit(request)
+            self._changed.notify_all()
+        return request
+
+    def prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
+        """The token ids of a prompt, checked against the context. Raises InvalidRequest."""
+        prompt.validate(self._programs.decoder.valid_vocab)
+        limit = self._max_len - 1  # room for one token at least
+        tokenizer = self._loaded.tokenizer
+        if prompt.ids is not None:
+            ids = list(prompt.ids)
+        elif tokenizer is None:
+            raise InvalidRequest("prompt", "text", "prompt_ids: this checkpoint has no tokenizer")
+        else:
+            texts = [prompt.text] if prompt.text is not None else [content for _, content in prompt.chat or ()]
+            for text in texts:
+                if text and not tokenizer.fits(text, limit):
+                    raise InvalidRequest(
+                        "prompt", f"{len(text)} characters", f"at most {limit} tokens (max_len {self._max_len} - 1)"
+                    )
+            if prompt.text is not None:
+                ids = tokenizer.encode(prompt.text, add_bos=tokenizer.adds_bos)
+            else:
+                ids = tokenizer.encode_chat([{"role": role, "content": text} for role, text in prompt.chat or ()])
+        if len(ids) > limit:
+            raise InvalidRequest(
+                "prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_len {self._max_len} - 1)"
+            )
+        if not ids:
+            raise InvalidRequest("prompt", prompt.text, "text with at least 1 token")
+        if sampling.min_tokens > self._max_len - len(ids):
+            raise InvalidRequest(
+                "min_tokens", sampling.min_tokens, f"at most {self._max_len - len(ids)}, what the prompt leaves"
+            )
+        return ids
+
+    def _refuse_unless_open(self) -> None:
+        if self._broken is not None:
+            raise EngineFault(f"the engine stopped: {self._broken}")
+        if self._draining or self._stopping:
+            raise Unavailable("the engine is draining and takes no new requests")
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._reap()
+                    turn = self._scheduler.next_turn()
+                    if turn is Turn.IDLE:
+                        self._changed.notify_all()  # a drain may be waiting for this
+                        if self._stopping:
+                            return
+                        self._changed.wait(timeout=self._until_next_deadline())
+                        continue
+                if turn is Turn.PREFILL:
+                    self._prefill_turn()
+                else:
+                    self._decode_turn()
+        except BaseException as error:  # the devices are in an unknown state: end everything, say so, take no more
+            LOG.exception("the engine stopped")
+            with self._changed:
+                self._broken = error
+                for request in self._scheduler.everyone():
+                    request.fail(EngineFault(f"the engine stopped: {error}"))
+                self._scheduler.clear()
+                self._changed.notify_all()
+
+    def _until_next_deadline(self) -> float | None:
+        deadlines = [request.deadline for request in self._scheduler.everyone() if request.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _reap(self) -> None:
+        """Ends cancelled and expired requests; their slots are free at once."""
+        now = time.monotonic()
+        prefilling = self._scheduler.prefilling
+        for request in self._scheduler.reap(now):
+            if request is prefilling:
+                self._prefill = None
+            if request.cancelled:
+                request.abort()
+                self._tally.finish("abort")
+            else:
+                request.fail(TimeoutError(f"deadline exceeded after {request.completion_length} tokens"))
+                self._tally.finish("deadline")
+
+    def _prefill_turn(self) -> None:
+        request = self._scheduler.prefilling
+        if request is None:
+            raise ValueError("prefill: no request")
+        if self._prefill is None:
+            self._prefill = Prefill(self._programs, request)
+        largest = BUSY_CHUNK if self._scheduler.running else self._programs.shapes.chunks[-1]
+        try:
+            first = self._prefill.advance(largest)
+        except Fault as fault:
+            self._prefill = None
+            with self._changed:
+                self._scheduler.prefilling = None
+                self._fault(request, fault)
+            return
+        if first is None:
+            return
+        row, self._prefill = self._prefill.state, None
+        self._tally.count(first)
+        if request.absorb(first):
+            with self._changed:
+                self._scheduler.prefilling = None
+            self._tally.finish("length" if first.finish == LENGTH else "stop")
+            return
+        if self._wants_catch_up(request):
+            row = catch_up(self._programs, row, request)
+        running = dict(self._scheduler.running)
+        with self._changed:
+            slot = self._scheduler.place()
+        self._batch.insert(row, slot, running)
+
+    def _wants_catch_up(self, request: Request) -> bool:
+        fits = request.length + GAMMA_MAX <= self._loaded.draft_context
+        return self._programs.decoder.drafter.has_cache and request.next_gamma() > 0 and request.lag > 1 and fits
+
+    def _decode_turn(self) -> None:
+        running = dict(self._scheduler.running)
+        self._batch.fit(running)
+        for slot, request in running.items():
+            if self._wants_catch_up(request):
+                self._batch.catch_up(slot, request)
+        gammas = {slot: min(request.next_gamma(), request.ready) for slot, request in running.items()}
+        self._tally.passes += 1
+        for slot, result in self._batch.step(running, gammas).items():
+            request = running[slot]
+            if isinstance(result, Fault):
+                with self._changed:
+                    self._scheduler.running.pop(slot)
+                    self._fault(request, result)
+                continue
+            self._tally.count(result)
+            if request.absorb(result):
+                with self._changed:
+                    self._scheduler.running.pop(slot)
+                self._tally.finish("length" if result.finish == LENGTH else "stop")
+
+    def _fault(self, request: Request, fault: Fault) -> None:
+        """A row's fault: its committed tokens are prefilled again, once; the second time the request ends."""
+        sentence = FAULTS[fault.code]
+        LOG.warning("request %s: %s", request.request_id, sentence)
+        if request.restarts < MAX_RESTARTS:
+            request.restarts += 1
+            self._scheduler.waiting.appendleft(request)
+        else:
+            request.fail(EngineFault(f"request {request.request_id}: {sentence}"))
+            self._tally.finish("fault")
+
+    # ---- what is going on ----------------------------------------------------------------------------------------
+
+    def model_info(self) -> ModelInfo:
+        """What is served."""
+        manifest, tokenizer = self._loaded.checkpoint.manifest, self._loaded.tokenizer
+        return ModelInfo(
+            family=manifest.family,
+            model_version=manifest.model_version,
+            parameter_count=manifest.parameter_count,
+            vocab_size=self._programs.decoder.valid_vocab,
+            context_length=self._max_len,
+            dtype=self._loaded.dtype,
+            tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+            has_tokenizer=tokenizer is not None,
+            eos_token_ids=self._loaded.eos_ids,
+        )
+
+    def server_info(self) -> ServerInfo:
+        """How it is served."""
+        mesh = self._programs.decoder.target.sharding.mesh
+        try:
+            installed = version("jaxspec")
+        except PackageNotFoundError:
+            installed = "unknown"
+        return ServerInfo(
+            version=installed,
+            mesh=dict(mesh.shape),
+            device_kind=mesh.devices.flat[0].device_kind,
+            max_slots=self._max_slots,
+            max_len=self._max_len,
+            max_queue=self._max_queue,
+            method=self._loaded.speculation.method,
+            rejection_sample_method=self._loaded.speculation.rejection_sample_method,
+            num_speculative_tokens=self._loaded.speculation.num_speculative_tokens,
+            gamma_buckets=self._programs.shapes.gammas,
+        )
+
+    def loads(self) -> Loads:
+        """What it is doing now."""
+        with self._changed:
+            scheduler = self._scheduler
+            running = list(scheduler.running.values())
+            return Loads(
+                running=len(running) + (scheduler.prefilling is not None),
+                waiting=len(scheduler.waiting),
+                slots_free=scheduler.free_slots,
+                cache_tokens_used=sum(request.length for request in running),
+                cache_tokens_total=self._max_slots * self._max_len,
+                counters=self._tally.counters(),
+            )

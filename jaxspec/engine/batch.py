@@ -4,10 +4,14 @@ Alone, a request decodes in a state of one row; a second one makes it a state of
 request is the scheduler's; a state of one row keeps whichever it is.
 """
 
-import numpy as np
+from typing import cast
 
-from jaxspec.engine.request import Request, StepTokens, seed_words
+import jax
+import numpy as np
+from numpy.typing import DTypeLike
+
 from jaxspec.engine.records import TokenLogprob
+from jaxspec.engine.request import Request, StepTokens, seed_words
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.programs import Programs
 from jaxspec.speculate.sampling import RowSampling
@@ -135,21 +139,25 @@ def catch_up(programs: Programs, row: DecodeState, request: Request) -> DecodeSt
 def row_params(request: Request) -> RowParams:
     """The row parameters of a request, for a state of one row."""
     sampling = request.sampling
-    stop_ids = np.full((1, STOP_IDS), -1, np.int32)
-    stop_ids[0, : len(request.stop_ids)] = request.stop_ids
+    stop_ids = [*request.stop_ids, *[-1] * (STOP_IDS - len(request.stop_ids))]
     return RowParams(
         sampling=RowSampling(
-            np.array([sampling.temperature], np.float32),
-            np.array([min(sampling.top_k, np.iinfo(np.int32).max)], np.int32),
-            np.array([sampling.top_p], np.float32),
-            np.array([sampling.min_p], np.float32),
+            _host([sampling.temperature], np.float32),
+            _host([min(sampling.top_k, np.iinfo(np.int32).max)], np.int32),
+            _host([sampling.top_p], np.float32),
+            _host([sampling.min_p], np.float32),
         ),
-        seed_B2=seed_words(request.seed)[None],
-        stop_ids_BE=stop_ids,
-        min_length_B=np.array([request.prompt_length + sampling.min_tokens], np.int32),
-        max_length_B=np.array([request.max_length], np.int32),
-        wants_logprobs_B=np.array([sampling.logprobs is not None]),
+        seed_B2=_host([seed_words(request.seed)], np.uint32),
+        stop_ids_BE=_host([stop_ids], np.int32),
+        min_length_B=_host([request.prompt_length + sampling.min_tokens], np.int32),
+        max_length_B=_host([request.max_length], np.int32),
+        wants_logprobs_B=_host([sampling.logprobs is not None], np.bool_),
     )
+
+
+def _host(values: object, dtype: DTypeLike) -> jax.Array:
+    """A host array where a program takes a device array: the call uploads it."""
+    return cast(jax.Array, np.array(values, dtype))
 
 
 def read_rows(report: StepReport, requests: dict[int, Request]) -> dict[int, StepTokens]:
@@ -165,7 +173,7 @@ def read_rows_or_faults(report: StepReport, requests: dict[int, Request]) -> dic
     """Waits for a step and splits its report by row. The one transfer of a step, unless log-probabilities are due."""
     host = HostReport.read(report)
     asked = any(request.sampling.logprobs is not None for request in requests.values())
-    logprobs = Logprobs(*map(np.asarray, report.logprobs)) if asked else None
+    logprobs = jax.device_get(report.logprobs) if asked else None
     results: dict[int, StepTokens | Fault] = {}
     for row, request in requests.items():
         if host.fault[row]:

@@ -30,7 +30,7 @@ MAX_RESTARTS = 1
 
 
 class Engine:
-    """Decodes requests with continuous batching. Make one with :meth:`load`; use it as a context manager or close it."""
+    """Decodes requests with continuous batching. Made by :meth:`load`; a context manager, or to be closed."""
 
     def __init__(self, loaded: Loaded, *, max_slots: int, max_len: int, max_queue: int) -> None:
         self._loaded = loaded

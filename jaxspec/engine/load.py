@@ -53,7 +53,7 @@ def load(
     max_slots: int,
     max_len: int,
 ) -> Loaded:
-    """Opens the checkpoints and puts their parameters on the mesh. Raises UserError for everything that does not fit."""
+    """Opens the checkpoints and puts their parameters on the mesh. Raises UserError for all that does not fit."""
     if not 1 <= max_slots <= 1024:
         raise UserError(f"max_slots: expected 1..1024, got {max_slots}")
     checkpoint = open_checkpoint(target)

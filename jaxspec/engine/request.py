@@ -5,8 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.records import Chunk, SpeculationSummary, Summary, Timing, TokenLogprob, Usage
 from jaxspec.shapes import GAMMA_MAX
@@ -194,6 +192,6 @@ class Request:
         return Summary(Usage(self.prompt_length, self.completion_length), timing, speculation, self.seed)
 
 
-def seed_words(seed: int) -> np.ndarray:
-    """A 64-bit seed as two uint32 words, high first."""
-    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+def seed_words(seed: int) -> tuple[int, int]:
+    """A 64-bit seed as two 32-bit words, high first."""
+    return seed >> 32, seed & 0xFFFFFFFF

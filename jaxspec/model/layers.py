@@ -20,7 +20,7 @@ def product(x: jax.Array, weight: jax.Array, n_in: int) -> jax.Array:
     """
     rows = x.shape[0] * x.shape[1]
     out_shape, in_shape = weight.shape[: weight.ndim - n_in], weight.shape[weight.ndim - n_in :]
-    # Two plain matrices: a product with more free or contracted axes makes XLA's CPU backend transpose the weight first.
+    # Two plain matrices: with more free or contracted axes XLA's CPU backend transposes the weight before each product.
     matrix = weight.reshape(math.prod(out_shape), math.prod(in_shape))
     x_flat = x.reshape(rows, math.prod(in_shape)).astype(weight.dtype)
     # One-row bfloat16 products leave the fast kernels of XLA's CPU backend (12x slower than two rows).

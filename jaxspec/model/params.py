@@ -1,4 +1,4 @@
-"""One declaration per parameter: its shape and the logical axes it has. Init, sharding, restore and conversion read it."""
+"""One declaration per parameter: shape and logical axes. Init, sharding, restore and conversion read it."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ def layer_specs(config: LlamaConfig) -> dict[str, ParamSpec]:
     """Parameters of one decoder layer, by leaf name. Weights are stored [out, in].
 
     ``qkv`` holds, per kv head, its G query heads, then its key, then its value head, so that one product computes all
-    three and a split over kv heads never separates a group. ``gate_up`` interleaves gate and up rows (row f of gate, then
-    row f of up). The axis that is split always leads, so that a weight flattens to a [out, in] matrix without moving.
+    three and a split over kv heads never separates a group. ``gate_up`` interleaves the rows of gate and up. The axis
+    that is split always leads, so that a weight flattens to an [out, in] matrix without moving.
     """
     c = config
     return {

@@ -6,7 +6,7 @@ length is the window that attention reads, and it grows by one copy. docs/decisi
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
-from jaxspec.speculate.state import STOP_IDS, DecodeState, StepReport
+from jaxspec.shapes import GAMMA_BUCKETS
+from jaxspec.speculate.state import DecodeState, StepReport
 from jaxspec.speculate.step import Decoder, Params, extract, insert, state_axes
 
 CHUNKS: Final = (16, 64, 256)  # prompt tokens of one prefill pass

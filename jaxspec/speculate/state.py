@@ -96,7 +96,8 @@ class HostReport:
         """Waits for the step and copies the packed array."""
         packed = np.asarray(report.packed)
         count = len(dataclasses.fields(cls)) - 1
-        return cls(*packed[:, :count].T, packed[:, count:])
+        columns = {field.name: packed[:, index] for index, field in enumerate(dataclasses.fields(cls)[:count])}
+        return cls(**columns, tokens=packed[:, count:])
 
 
 def pack(

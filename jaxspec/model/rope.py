@@ -9,9 +9,11 @@ from jaxspec.model.config import LlamaConfig, RopeScaling
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """float32 [H/2]: the angle per position of every rotary pair, scaled as the config says."""
-    # Powers and divisions are rounded to float32 one by one, as the reference does, so that the table is bit-equal.
+    # Exponents, powers and divisions are rounded to float32 one by one, as the reference does, so that the table is
+    # bit-equal. The power itself is taken in float64: numpy's float32 power may be off by an ulp, and differs per CPU.
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    base = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents, dtype=np.float32)
+    powers = np.power(np.float64(config.rope_theta), exponents.astype(np.float64))
+    base = np.float32(1.0) / powers.astype(np.float32)
     if config.rope_scaling is None:
         return base
     return _scaled(base, config.rope_scaling)

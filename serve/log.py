@@ -32,7 +32,7 @@ def set_up() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    LOGGER.setLevel(logging.INFO)
+    logging.getLogger("jaxspec").setLevel(logging.INFO)  # the engine's notes, and ours
     logging.captureWarnings(True)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxspec import Engine
 
 TOKENS_PER_MESSAGE: Final = 512  # of merged chunks: clients accept messages of 4 MiB unless told otherwise
+ABORT_RETRY_S: Final = 0.002
 Context = grpc.aio.ServicerContext
 
 
@@ -68,9 +69,9 @@ class Service:
         self.engine: Engine | None = None
         self.draining = False
         self._metrics = metrics
-        self._max_stream_s = max_stream_s
-        self._max_request_bytes = max_request_bytes
-        self._live: set[str] = set()
+        self.max_stream_s = max_stream_s
+        self.max_request_bytes = max_request_bytes
+        self._live: dict[str, bool] = {}  # request id -> whether the engine has sent something for it
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What ``grpc.aio.Server.add_generic_rpc_handlers`` takes."""
@@ -128,9 +129,9 @@ class Service:
         request_id = outcome["request_id"] = call.request_id or f"gen-{uuid.uuid4().hex}"
         if request_id in self._live:
             raise DuplicateRequestId(f"request_id: expected one that is not in use, got {request_id!r}")
-        limits = [limit for limit in (context.time_remaining(), self._max_stream_s) if limit is not None]
+        limits = [limit for limit in (context.time_remaining(), self.max_stream_s) if limit is not None]
         timeout_s = min(limits, default=None)
-        self._live.add(request_id)
+        self._live[request_id] = False
         try:
             with _sending():
                 await context.send_initial_metadata((("jaxspec-request-id", request_id),))
@@ -142,6 +143,7 @@ class Service:
                 contextlib.aclosing(coalesced(stream, TOKENS_PER_MESSAGE)) as chunks,
             ):
                 async for chunk in chunks:
+                    self._live[request_id] = True
                     message = wire.write_chunk(chunk).SerializeToString()
                     with _sending():
                         await context.write(message)
@@ -149,12 +151,12 @@ class Service:
                         self._metrics.completed(chunk.summary)
                         outcome |= {"finish_reason": chunk.finish_reason, **chunk.summary.as_dict()}
         finally:
-            self._live.discard(request_id)
+            del self._live[request_id]
 
-    def _unary(self, kind: type[Message], answer: Callable[[Any], Message]) -> grpc.RpcMethodHandler:
+    def _unary(self, kind: type[Message], answer: Callable[[Any], Awaitable[Message]]) -> grpc.RpcMethodHandler:
         async def method(data: bytes, context: Context) -> bytes:
             try:
-                return answer(wire.parse(kind, data)).SerializeToString()
+                return (await answer(wire.parse(kind, data))).SerializeToString()
             except Exception as error:
                 refusal = Refusal.of(error)
                 if refusal.code is grpc.StatusCode.INTERNAL:
@@ -164,20 +166,26 @@ class Service:
 
         return grpc.unary_unary_rpc_method_handler(method)
 
-    def _abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        return pb.AbortResponse(found=self._loaded().abort(wire.checked_request_id(request.request_id)))
+    async def _abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        engine, request_id = self._loaded(), wire.checked_request_id(request.request_id)
+        found = engine.abort(request_id)
+        # A request that is still being tokenized is not in the engine yet; its abort must not be lost.
+        while not found and self._live.get(request_id) is False:
+            await asyncio.sleep(ABORT_RETRY_S)
+            found = engine.abort(request_id)
+        return pb.AbortResponse(found=found)
 
-    def _model_info(self, _: pb.GetModelInfoRequest) -> pb.ModelInfo:
+    async def _model_info(self, _: pb.GetModelInfoRequest) -> pb.ModelInfo:
         return wire.write_model_info(self._loaded().model_info())
 
-    def _server_info(self, _: pb.GetServerInfoRequest) -> pb.ServerInfo:
+    async def _server_info(self, _: pb.GetServerInfoRequest) -> pb.ServerInfo:
         info = wire.write_server_info(self._loaded().server_info())
-        info.max_request_bytes = self._max_request_bytes
-        if self._max_stream_s is not None:
-            info.max_stream_s = self._max_stream_s
+        info.max_request_bytes = self.max_request_bytes
+        if self.max_stream_s is not None:
+            info.max_stream_s = self.max_stream_s
         return info
 
-    def _loads(self, _: pb.GetLoadsRequest) -> pb.Loads:
+    async def _loads(self, _: pb.GetLoadsRequest) -> pb.Loads:
         return wire.write_loads(self._loaded().loads())
 
 

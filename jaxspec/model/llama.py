@@ -76,12 +76,14 @@ def _run_layer(graphdef: Any, state: Any, *arguments: Any) -> tuple[jax.Array, L
 class ModelDef(NamedTuple):
     """The static half of a model (NNX graph definition) and how its parameters are named and laid out.
 
-    Parameters travel as a flat dict by dotted name, the cheapest pytree to hand to a jitted call.
+    Parameters travel as a flat dict by dotted name, the cheapest pytree to hand to a jitted call. ``cache_dtype`` is the
+    dtype of its caches; docs/decisions/cache-layout.md says why it need not be that of the parameters.
     """
 
     config: LlamaConfig
     sharding: Sharding
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype
     graphdef: Any
     abstract: Any  # nnx.State of ShapeDtypeStructs
 
@@ -109,11 +111,13 @@ def param_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path[:-1])
 
 
-def define(config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype) -> ModelDef:
-    """Builds the module abstractly (no memory) and splits it at the NNX boundary."""
+def define(
+    config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, cache_dtype: jnp.dtype | None = None
+) -> ModelDef:
+    """Builds the module abstractly (no memory) and splits it at the NNX boundary. Caches: ``dtype`` unless given."""
     module = nnx.eval_shape(lambda: Llama(config, sharding, dtype, nnx.Rngs(0)))
     graphdef, abstract = nnx.split(module)
-    return ModelDef(config, sharding, dtype, graphdef, abstract)
+    return ModelDef(config, sharding, dtype, cache_dtype or dtype, graphdef, abstract)
 
 
 def random_params(model: ModelDef, seed: int) -> dict[str, jax.Array]:

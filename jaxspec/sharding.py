@@ -43,14 +43,16 @@ class Sharding:
         """The partition of an array with these logical axes. Two axes on one mesh axis raise ValueError."""
         if len(axes) != len(shape):
             raise ValueError(f"axes {axes}: expected one per dimension of {shape}")
-        parts: list[str | None] = []
-        for axis, size in zip(axes, shape, strict=True):
-            mesh_axis = None if axis is None else RULES[axis]
-            if mesh_axis is not None and mesh_axis in parts:
+        wanted = [None if axis is None else RULES[axis] for axis in axes]
+        for mesh_axis in MESH_AXES:
+            if wanted.count(mesh_axis) > 1:
                 raise ValueError(f"axes {axes}: two of them map to mesh axis {mesh_axis!r}")
-            divides = mesh_axis is not None and size % self.mesh.shape[mesh_axis] == 0
-            parts.append(mesh_axis if divides else None)
-        return PartitionSpec(*parts)
+        return PartitionSpec(
+            *(
+                mesh_axis if mesh_axis is not None and size % self.mesh.shape[mesh_axis] == 0 else None
+                for mesh_axis, size in zip(wanted, shape, strict=True)
+            )
+        )
 
     def named(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         """:meth:`spec` on this mesh."""
@@ -93,14 +95,15 @@ def parse_mesh(text: str | Mapping[str, int], device_count: int) -> dict[str, in
             elif text.startswith("{"):
                 shape = {"data": 1, "model": 1} | json.loads(text)
             else:
-                shape = {"data": 1, "model": 1} | {
-                    name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))
-                }
+                named = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
+                if len(dict(named)) < len(named):
+                    raise ValueError("an axis is named twice")
+                shape = {"data": 1, "model": 1} | dict(named)
         except ValueError as error:
             raise UserError(f"mesh: expected auto, N or data=D,model=M, got {text!r}") from error
     else:
         shape = {"data": 1, "model": 1} | dict(text)
-    if set(shape) != set(MESH_AXES) or not all(isinstance(size, int) and size >= 1 for size in shape.values()):
+    if set(shape) != set(MESH_AXES) or not all(type(size) is int and size >= 1 for size in shape.values()):
         raise UserError(f"mesh: expected positive sizes for the axes data and model, got {text!r}")
     needed = shape["data"] * shape["model"]
     if needed > device_count:

@@ -76,8 +76,8 @@ def _run_layer(graphdef: Any, state: Any, *arguments: Any) -> tuple[jax.Array, L
 class ModelDef(NamedTuple):
     """The static half of a model (NNX graph definition) and how its parameters are named and laid out.
 
-    Parameters travel as a flat dict by dotted name, the cheapest pytree to hand to a jitted call. ``cache_dtype`` is the
-    dtype of its caches; docs/decisions/cache-layout.md says why it need not be that of the parameters.
+    Parameters travel as a flat dict by dotted name, the cheapest pytree to hand to a jitted call. The caches have a
+    dtype of their own; docs/decisions/cache-layout.md says why.
     """
 
     config: LlamaConfig
@@ -111,9 +111,7 @@ def param_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path[:-1])
 
 
-def define(
-    config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, cache_dtype: jnp.dtype | None = None
-) -> ModelDef:
+def define(config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, cache_dtype: jnp.dtype | None = None) -> ModelDef:
     """Builds the module abstractly (no memory) and splits it at the NNX boundary. Caches: ``dtype`` unless given."""
     module = nnx.eval_shape(lambda: Llama(config, sharding, dtype, nnx.Rngs(0)))
     graphdef, abstract = nnx.split(module)

@@ -23,6 +23,7 @@ from jaxspec.engine.scheduler import Scheduler, Turn
 from jaxspec.engine.tally import Tally
 from jaxspec.errors import EngineFault, InvalidRequest, Unavailable
 from jaxspec.shapes import GAMMA_MAX
+from jaxspec.speculate.programs import Programs
 from jaxspec.speculate.state import FAULTS, LENGTH
 
 LOG = logging.getLogger("jaxspec")
@@ -114,6 +115,11 @@ class Engine:
             pass
         self._tally.reset()
         self._ready = True
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs and the parameters they run on (for measurements)."""
+        return self._programs
 
     @property
     def ready(self) -> bool:

@@ -119,7 +119,7 @@ def run_prompt(console: Console, client: Client, demo: DemoPrompt) -> dict[str, 
         "mean_acceptance_length": rounded(spec.mean_acceptance_length),
     }
     console.print(
-        f"{len(speculative.token_ids)} tokens, {spec.num_accepted_draft_tokens} of them drafted; "
+        f"{len(speculative.token_ids)} tokens, {spec.num_accepted_draft_tokens} of them accepted drafts; "
         f"{entry['spec_tokens_per_s']} tokens/s against {entry['plain_tokens_per_s']} plain",
         highlight=False,
     )
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print("correction", style=STYLES["correction"], end=" · ")
             console.print("bonus", style=STYLES["bonus"])
             with Client(f"127.0.0.1:{port}") as client:
-                mesh = dict(client.server_info().mesh)
+                mesh = dict(sorted(client.server_info().mesh.items()))
                 entries = [run_prompt(console, client, demo) for demo in demo_prompts()]
         ok = all(entry["text_equal_to_plain"] or entry["near_ties"] for entry in entries)
         console.print("server stopped cleanly")

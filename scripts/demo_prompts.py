@@ -36,7 +36,7 @@ def edit() -> DemoPrompt:
         f"inventory.py, after the change:\n```python\n{opening}"
     )
     shown = "inventory.py twice, before and after a rename; the model writes the third copy"
-    return DemoPrompt("edit", shown, Prompt(text=text), max_tokens=256, stop=("```",))
+    return DemoPrompt("edit", shown, Prompt(text=text), max_tokens=272, stop=("```",))
 
 
 def extract() -> DemoPrompt:

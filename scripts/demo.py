@@ -170,6 +170,8 @@ if __name__ == "__main__":
     # A reader who has seen enough (make demo | head) is no fault.
     try:
         sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -15,7 +15,7 @@ PROTO = "serve/protos/jaxspec/v1/inference.proto"
 
 
 def generate(out: Path) -> list[Path]:
-    """Writes the three generated files below ``out``, at their paths in the repository. RuntimeError if protoc fails."""
+    """Writes the three generated files below ``out``, at their repository paths. RuntimeError if protoc fails."""
     arguments = ["protoc", f"-I{ROOT}", f"-I{files('grpc_tools') / '_proto'}"]
     arguments += [f"--{kind}={out}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
     status = protoc.main([*arguments, PROTO])

@@ -14,6 +14,7 @@ from jaxspec.engine.params import SpeculationConfig
 from jaxspec.errors import UserError
 from jaxspec.model.llama import ModelDef, define
 from jaxspec.model.params import param_specs
+from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
 from jaxspec.sharding import Sharding, make_sharding
 from jaxspec.speculate.drafters import Drafter
 from jaxspec.speculate.drafters.linear import LinearDrafter
@@ -90,14 +91,16 @@ def load(
         draft_params = restore_params(draft_checkpoint, draft_model.shardings(), jnp.dtype(dtype))
     decoder = Decoder(model, make_drafter(speculation, draft_model, vocab, valid_vocab), valid_vocab)
     params = Params(restore_params(checkpoint, model.shardings(), jnp.dtype(dtype)), draft_params)
-    gamma = 0 if speculation.method == "none" else max(SpeculationConfig().num_speculative_tokens, 1)
+    gamma = 0 if speculation.method == "none" else GAMMA_MAX
+    # Where drafts cost nothing, three rows take as long as five: a bucket of its own would not pay.
+    gammas = GAMMA_BUCKETS if draft_model is not None else (0, 4, 8)
     notes += replicated(model, sharding)
     for note in notes:
         LOG.info(note)
     return Loaded(
         checkpoint=checkpoint,
         tokenizer=tokenizer,
-        programs=Programs(decoder, params, Shapes.of(max_slots, max_len, gamma)),
+        programs=Programs(decoder, params, Shapes.of(max_slots, max_len, gamma, gammas=gammas)),
         speculation=speculation,
         dtype=dtype,
         eos_ids=tuple(sorted(eos_ids)),

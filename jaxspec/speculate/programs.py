@@ -1,12 +1,12 @@
 """The compiled programs of decoding: one executable per shape, all made before the first request.
 
-The shapes are few. A state has B rows, 1 or all slots, and S slots per row, one of three windows: the cache's own
+The shapes are few. A state has B rows, 1 or all slots, and S slots per row, one of two windows: the cache's own
 length is the window that attention reads, and it grows by one copy. docs/decisions/gamma-buckets.md has the reasons.
 """
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -30,12 +30,15 @@ class Shapes(NamedTuple):
     gammas: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_slots: int, max_len: int, max_gamma: int) -> "Shapes":
-        """Rows 1 and max_slots; windows of a quarter, half and all of max_len; chunks and gammas that can occur."""
-        windows = {max_len} | {w for w in (max_len // 4, max_len // 2) if w >= 128}
+    def of(cls, max_slots: int, max_len: int, max_gamma: int, *, gammas: Sequence[int] = GAMMA_BUCKETS) -> "Shapes":
+        """Rows 1 and max_slots; windows of a quarter and all of max_len; chunks and gammas that can occur.
+
+        Few, because each costs seconds of start-up: a third window would save less than a tenth of a step.
+        """
+        windows = {max_len} | {w for w in (max_len // 4,) if w >= 128}
         chunks = [c for c in CHUNKS if c < max_len]
-        gammas = [g for g in GAMMA_BUCKETS if g == 0 or GAMMA_BUCKETS[GAMMA_BUCKETS.index(g) - 1] < max_gamma]
-        return cls(tuple(sorted({1, max_slots})), tuple(sorted(windows)), tuple(chunks or CHUNKS[:1]), tuple(gammas))
+        needed = [g for g, below in zip(gammas, (-1, *gammas), strict=False) if below < max_gamma]
+        return cls(tuple(sorted({1, max_slots})), tuple(sorted(windows)), tuple(chunks or CHUNKS[:1]), tuple(needed))
 
     def window(self, slots: int) -> int:
         """The smallest window of at least ``slots``."""

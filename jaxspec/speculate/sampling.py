@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from jaxspec.shapes import GAMMA_MAX, sizes
 
@@ -280,11 +281,13 @@ def round_uniforms(seed_B2: jax.Array, length_B: jax.Array) -> Uniforms:
     sizes(seed_B2=seed_B2, length_B=length_B)
 
     def of_row(seed_2: jax.Array, length: jax.Array) -> Uniforms:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), length)
-        streams = [jax.random.fold_in(key, stream) for stream in range(3)]
-        bits = [jax.random.bits(k, (GAMMA_MAX,), jnp.uint32) for k in streams]
+        # Counter mode: one block per pair of numbers, with the seed as key and (length, index) as counter.
+        index = jnp.arange(3 * GAMMA_MAX // 2, dtype=jnp.uint32)
+        counters = jnp.concatenate([jnp.full_like(index, length.astype(jnp.uint32)), index])
+        bits = threefry_2x32(seed_2, counters)
         # 24 bits fit a float32 exactly, and the largest value stays below 1.
-        draft_J, coin_J, last_J = [(b >> 8).astype(jnp.float32) * jnp.float32(2**-24) for b in bits]
+        uniforms = (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+        draft_J, coin_J, last_J = uniforms.reshape(3, GAMMA_MAX)
         return Uniforms(draft_J, coin_J, last_J[0])
 
     return jax.vmap(of_row)(seed_B2, length_B)

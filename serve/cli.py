@@ -56,9 +56,6 @@ def serve(args: argparse.Namespace) -> None:
         max_request_bytes=args.max_request_bytes,
     )
     log.set_up()
-    note = options.unused_note(speculation)
-    if note is not None:
-        log.event("note", message=note)
 
     def load() -> "Engine":
         # Imported here, so that the port answers health while jax is still being imported.

@@ -84,7 +84,9 @@ class Running:
             time.sleep(0.002)
 
     def wait_idle(self) -> None:
-        self.wait("idle", lambda loads: loads.running == loads.waiting == 0 and loads.slots_free == SLOTS)
+        """Every slot is free, and nothing remembers a request (H08)."""
+        live = self.server.service._live
+        self.wait("idle", lambda loads: loads.running == loads.waiting == 0 and loads.slots_free == SLOTS and not live)
 
     def call(self, coroutine_function: Callable[[], object]) -> None:
         """Runs a coroutine function of the server on its loop."""

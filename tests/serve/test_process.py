@@ -79,8 +79,8 @@ def takes_nothing_new(client: Client) -> bool:
 
 def test_a_whole_life(tiny_models: Callable[[str], Path], goldens):
     golden = goldens["p33"]
-    flags = ("--target", str(tiny_models("tiny-llama3")), "--mesh", "1", "--max-slots", "3", "--max-len", "251")
-    flags += ("--method", "none")
+    flags = ("--target", str(tiny_models("tiny-llama3")), "--mesh", "data=1,model=4")
+    flags += ("--method", "none", "--max-slots", "3", "--max-len", "251")
     with serving(*flags) as server:
         port = server.wait_for("listening")["port"]
         with Client(f"127.0.0.1:{port}") as client:
@@ -91,6 +91,7 @@ def test_a_whole_life(tiny_models: Callable[[str], Path], goldens):
                 assert failed.value.code is grpc.StatusCode.UNAVAILABLE
             assert server.wait_for("ready")["port"] == port
             client.wait_until_serving(timeout_s=60)
+            assert client.server_info().mesh == {"data": 1, "model": 4}
             done = Completion.of(client.generate(golden.ids, golden.sampling(), request_id="of-the-log"))
             assert done.token_ids == golden.greedy
             logged = server.wait_for("request")

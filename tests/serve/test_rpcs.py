@@ -252,6 +252,7 @@ def test_the_command_line_clients_exit_status(server, capsys):
     assert "INVALID_ARGUMENT: prompt_ids[0]" in err
     status, _, err = run_client(capsys, *at, "--prompt", "a", "--top-k", "-1")
     assert (status, err.count("\n")) == (2, 1)
+    assert run_client(capsys, *at, "--prompt", "a", "--timeout-s", "nan")[0] == 2
     status, _, err = run_client(capsys, "--addr", "127.0.0.1:1", "--prompt", "a")
     assert status == 1
     assert "UNAVAILABLE" in err

@@ -11,6 +11,7 @@ import pytest
 from jaxspec import Prompt
 from jaxspec.checkpoint import open_checkpoint
 from jaxspec.cli import context_for, prompt_length
+from jaxspec.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("--temperature", "0", "--ignore-eos", "--mesh", "1")
@@ -125,9 +126,14 @@ def test_the_context_lets_a_known_length_stay_in_one_window(tiny) -> None:
     assert context(Prompt(text="a" * 10**6), 5, trained=512) == 512  # left for the engine to refuse
     assert context(Prompt(text="Hello " * 90), 100) == 2048
     assert context(Prompt(chat=(("user", "Hello " * 90),)), 100) == 2048
-    assert prompt_length(checkpoint, Prompt(text="Hello")) < prompt_length(
-        checkpoint, Prompt(chat=(("user", "Hello"),))
-    )
+
+
+def test_a_prompt_is_measured_as_the_engine_will_tokenize_it(tiny) -> None:
+    checkpoint, tokenizer = open_checkpoint(tiny), Tokenizer.load(tiny / "tokenizer")
+    chat = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    assert prompt_length(checkpoint, Prompt(ids=(7, 11))) == 2
+    assert prompt_length(checkpoint, Prompt(text="Hello")) == len(tokenizer.encode("Hello", add_bos=True))
+    assert prompt_length(checkpoint, Prompt(chat=(("user", "Hello"),))) == len(chat)
 
 
 @pytest.mark.parametrize(("length", "status"), [(31, 0), (32, 2), (33, 2), (5120, 2)])

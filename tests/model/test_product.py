@@ -1,5 +1,6 @@
 """The one matrix product with parameters."""
 
+import math
 import re
 
 import jax
@@ -33,7 +34,8 @@ def test_contracts_the_last_axes_of_out_in_weights(in_shape, out_shape) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_bfloat16_accumulates_in_float32(rows) -> None:
     """Counting to 1009 in bfloat16 would stop at 256; an input rounded to bfloat16 is no reason to round the sum."""
-    got = jax.jit(product, static_argnums=2)(jnp.ones((1, rows, 1009)), jnp.ones((5, 1009), jnp.bfloat16), 1)
+    # Not under one jit: XLA may drop a rounding to bfloat16 that is followed by a conversion to float32.
+    got = product(jnp.ones((1, rows, 1009)), jnp.ones((5, 1009), jnp.bfloat16), 1)
     np.testing.assert_array_equal(got, np.full((1, rows, 5), 1009, np.float32))
 
 
@@ -58,12 +60,13 @@ def test_one_row_of_bfloat16_runs_as_two() -> None:
     assert dots(jnp.bfloat16, 3) == ["f32[3,13]"]
 
 
-def test_weights_are_not_transposed_before_the_product() -> None:
-    """Weights of rank above 2 once were, at every pass: 190 ms a token instead of 23."""
-    x = jax.ShapeDtypeStruct((1, 5, 11, 7, 3), jnp.float32)
-    weight = jax.ShapeDtypeStruct((13, 11, 7, 3), jnp.float32)
-    text = jax.jit(product, static_argnums=2).lower(x, weight, 3).compile().as_text()
-    assert re.findall(r"= f32\[(?:13,231|231,13|13,11,7,3)\]\S* ([\w-]+)\(", text.split("ENTRY")[1]) in (
-        ["parameter", "bitcast"],
-        ["parameter"],
-    )
+@pytest.mark.parametrize(("in_shape", "out_shape"), [((11, 7, 3), (13,)), ((77,), (13, 3, 5))])
+def test_weights_are_not_moved_before_the_product(in_shape, out_shape) -> None:
+    """XLA's CPU backend transposes a weight of rank above 2 at every pass: 190 ms a token instead of 23."""
+    x = jax.ShapeDtypeStruct((1, 5, *in_shape), jnp.float32)
+    weight = jax.ShapeDtypeStruct((*out_shape, *in_shape), jnp.float32)
+    text = jax.jit(product, static_argnums=2).lower(x, weight, len(in_shape)).compile().as_text()
+    found = re.findall(r"= f32\[([\d,]+)\]\S* ([\w-]+)\(", text.split("ENTRY")[1])
+    ops = {op for dims, op in found if math.prod(map(int, dims.split(","))) == math.prod(weight.shape)}
+    assert "parameter" in ops
+    assert ops <= {"parameter", "bitcast"}

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import queue
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,17 +13,13 @@ from typing import Self
 
 import jax
 
-from jaxspec.engine.batch import BUSY_CHUNK, Batch, Fault, Prefill, catch_up
 from jaxspec.engine.load import Loaded, load
+from jaxspec.engine.loop import Loop
 from jaxspec.engine.params import Prompt, SamplingParams, SpeculationConfig, SpeculationParams
 from jaxspec.engine.records import Chunk, Loads, ModelInfo, ServerInfo
 from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Scheduler, Turn
-from jaxspec.engine.tally import Tally
-from jaxspec.errors import EngineFault, InvalidRequest, Unavailable
-from jaxspec.shapes import GAMMA_MAX
+from jaxspec.errors import InvalidRequest
 from jaxspec.speculate.programs import Programs
-from jaxspec.speculate.state import FAULTS, LENGTH
 
 LOG = logging.getLogger("jaxspec")
 MAX_RESTARTS = 1
@@ -35,18 +30,9 @@ class Engine:
 
     def __init__(self, loaded: Loaded, *, max_slots: int, max_len: int, max_queue: int) -> None:
         self._loaded = loaded
-        self._programs = loaded.programs
         self._max_slots, self._max_len, self._max_queue = max_slots, max_len, max_queue
-        self._scheduler = Scheduler(max_slots, max_queue)
-        self._batch = Batch(loaded.programs)
-        self._prefill: Prefill | None = None
-        self._tally = Tally()
-        self._changed = threading.Condition()  # guards the scheduler and the flags below
-        self._draining = self._stopping = False
-        self._broken: BaseException | None = None
-        self._ready = False
-        self._thread = threading.Thread(target=self._run, name="jaxspec-engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(loaded, max_slots=max_slots, max_len=max_len, max_queue=max_queue)
+        self._warm = False
 
     @classmethod
     def load(
@@ -109,42 +95,30 @@ class Engine:
             if on_progress:
                 on_progress("compile", done, total)
 
-        self._programs.compile_all(compiled)
+        self.programs.compile_all(compiled)
         bos = self._loaded.checkpoint.config.bos_token_id or 0
         for _ in self.generate([bos], SamplingParams(max_tokens=2, temperature=0.0)):
             pass
-        self._tally.reset()
-        self._ready = True
+        self._loop.tally.reset()
+        self._warm = True
 
     @property
     def programs(self) -> Programs:
         """The compiled programs and the parameters they run on (for measurements)."""
-        return self._programs
+        return self._loaded.programs
 
     @property
     def ready(self) -> bool:
         """Warm, taking requests, and alive."""
-        return self._ready and not self._draining and self._broken is None
+        return self._warm and self._loop.open
 
     def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets the others finish for up to ``timeout_s`` seconds, then aborts the rest."""
-        until = time.monotonic() + timeout_s
-        with self._changed:
-            self._draining = True
-            self._changed.wait_for(lambda: not self._scheduler.everyone() or self._broken, max(0.0, timeout_s))
-            for request in self._scheduler.everyone():
-                request.cancel()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._scheduler.everyone() or self._broken, 5.0)
-        LOG.info("drained %.1f s before the limit", until - time.monotonic())
+        self._loop.drain(timeout_s)
 
     def close(self) -> None:
         """Aborts what runs and stops the engine's thread."""
-        self.drain(0.0)
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join()
+        self._loop.close()
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -176,7 +150,7 @@ class Engine:
                 if item.finish_reason is not None:
                     return
         finally:
-            self._cancel(request)
+            self._loop.cancel(request)
 
     async def stream(
         self,
@@ -205,7 +179,7 @@ class Engine:
                 if item.finish_reason is not None:
                     return
         finally:
-            self._cancel(request)
+            self._loop.cancel(request)
 
     async def _submit_in_thread(self, *arguments: object) -> Request:
         submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, *arguments))  # pyright: ignore[reportArgumentType]
@@ -213,21 +187,15 @@ class Engine:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
             # The thread goes on; what it queues nobody will read.
-            submitting.add_done_callback(lambda done: None if done.exception() else self._cancel(done.result()))
+            submitting.add_done_callback(lambda done: None if done.exception() else self._loop.cancel(done.result()))
             raise
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason "abort". False when there is none of that id."""
-        with self._changed:
-            found = [request for request in self._scheduler.everyone() if request.request_id == request_id]
+        found = self._loop.find(request_id)
         for request in found:
-            self._cancel(request)
+            self._loop.cancel(request)
         return bool(found)
-
-    def _cancel(self, request: Request) -> None:
-        request.cancel()
-        with self._changed:
-            self._changed.notify_all()
 
     def _submit(
         self,
@@ -241,8 +209,8 @@ class Engine:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         sampling = sampling or SamplingParams()
         speculation = speculation or SpeculationParams()
-        self._refuse_unless_open()
-        vocab = self._programs.decoder.valid_vocab
+        self._loop.refuse_unless_open()
+        vocab = self.programs.decoder.valid_vocab
         sampling.validate(vocab)
         speculation.validate()
         prompt_ids = self.prompt_ids(Prompt.of(prompt), sampling)
@@ -271,17 +239,12 @@ class Engine:
             sink=sink,
             deadline=deadline,
         )
-        with self._changed:
-            self._refuse_unless_open()
-            if any(other.request_id == request.request_id for other in self._scheduler.everyone()):
-                raise InvalidRequest("request_id", request.request_id, "one that no running request has")
-            self._scheduler.submit(request)
-            self._changed.notify_all()
+        self._loop.submit(request)
         return request
 
     def prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
         """The token ids of a prompt, checked against the context. Raises InvalidRequest."""
-        prompt.validate(self._programs.decoder.valid_vocab)
+        prompt.validate(self.programs.decoder.valid_vocab)
         limit = self._max_len - 1  # room for one token at least
         tokenizer = self._loaded.tokenizer
         if prompt.ids is not None:
@@ -311,124 +274,6 @@ class Engine:
             )
         return ids
 
-    def _refuse_unless_open(self) -> None:
-        if self._broken is not None:
-            raise EngineFault(f"the engine stopped: {self._broken}")
-        if self._draining or self._stopping:
-            raise Unavailable("the engine is draining and takes no new requests")
-
-    # ---- the loop ------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._reap()
-                    turn = self._scheduler.next_turn()
-                    if turn is Turn.IDLE:
-                        self._changed.notify_all()  # a drain may be waiting for this
-                        if self._stopping:
-                            return
-                        self._changed.wait(timeout=self._until_next_deadline())
-                        continue
-                if turn is Turn.PREFILL:
-                    self._prefill_turn()
-                else:
-                    self._decode_turn()
-        except BaseException as error:  # the devices are in an unknown state: end everything, say so, take no more
-            LOG.exception("the engine stopped")
-            with self._changed:
-                self._broken = error
-                for request in self._scheduler.everyone():
-                    request.fail(EngineFault(f"the engine stopped: {error}"))
-                self._scheduler.clear()
-                self._changed.notify_all()
-
-    def _until_next_deadline(self) -> float | None:
-        deadlines = [request.deadline for request in self._scheduler.everyone() if request.deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def _reap(self) -> None:
-        """Ends cancelled and expired requests; their slots are free at once."""
-        now = time.monotonic()
-        prefilling = self._scheduler.prefilling
-        for request in self._scheduler.reap(now):
-            if request is prefilling:
-                self._prefill = None
-            if request.cancelled:
-                request.abort()
-                self._tally.finish("abort")
-            else:
-                request.fail(TimeoutError(f"deadline exceeded after {request.completion_length} tokens"))
-                self._tally.finish("deadline")
-
-    def _prefill_turn(self) -> None:
-        request = self._scheduler.prefilling
-        if request is None:
-            raise ValueError("prefill: no request")
-        if self._prefill is None:
-            self._prefill = Prefill(self._programs, request)
-        largest = BUSY_CHUNK if self._scheduler.running else self._programs.shapes.chunks[-1]
-        try:
-            first = self._prefill.advance(largest)
-        except Fault as fault:
-            self._prefill = None
-            with self._changed:
-                self._scheduler.prefilling = None
-                self._fault(request, fault)
-            return
-        if first is None:
-            return
-        row, self._prefill = self._prefill.state, None
-        self._tally.count(first)
-        if request.absorb(first):
-            with self._changed:
-                self._scheduler.prefilling = None
-            self._tally.finish("length" if first.finish == LENGTH else "stop")
-            return
-        if self._wants_catch_up(request):
-            row = catch_up(self._programs, row, request)
-        running = dict(self._scheduler.running)
-        with self._changed:
-            slot = self._scheduler.place()
-        self._batch.insert(row, slot, running)
-
-    def _wants_catch_up(self, request: Request) -> bool:
-        fits = request.length + GAMMA_MAX <= self._loaded.draft_context
-        return self._programs.decoder.drafter.has_cache and request.next_gamma() > 0 and request.lag > 1 and fits
-
-    def _decode_turn(self) -> None:
-        running = dict(self._scheduler.running)
-        self._batch.fit(running)
-        for slot, request in running.items():
-            if self._wants_catch_up(request):
-                self._batch.catch_up(slot, request)
-        gammas = {slot: min(request.next_gamma(), request.ready) for slot, request in running.items()}
-        self._tally.passes += 1
-        for slot, result in self._batch.step(running, gammas).items():
-            request = running[slot]
-            if isinstance(result, Fault):
-                with self._changed:
-                    self._scheduler.running.pop(slot)
-                    self._fault(request, result)
-                continue
-            self._tally.count(result)
-            if request.absorb(result):
-                with self._changed:
-                    self._scheduler.running.pop(slot)
-                self._tally.finish("length" if result.finish == LENGTH else "stop")
-
-    def _fault(self, request: Request, fault: Fault) -> None:
-        """A row's fault: its committed tokens are prefilled again, once; the second time the request ends."""
-        sentence = FAULTS[fault.code]
-        LOG.warning("request %s: %s", request.request_id, sentence)
-        if request.restarts < MAX_RESTARTS:
-            request.restarts += 1
-            self._scheduler.waiting.appendleft(request)
-        else:
-            request.fail(EngineFault(f"request {request.request_id}: {sentence}"))
-            self._tally.finish("fault")
-
     # ---- what is going on ----------------------------------------------------------------------------------------
 
     def model_info(self) -> ModelInfo:
@@ -438,7 +283,7 @@ class Engine:
             family=manifest.family,
             model_version=manifest.model_version,
             parameter_count=manifest.parameter_count,
-            vocab_size=self._programs.decoder.valid_vocab,
+            vocab_size=self.programs.decoder.valid_vocab,
             context_length=self._max_len,
             dtype=self._loaded.dtype,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
@@ -448,7 +293,7 @@ class Engine:
 
     def server_info(self) -> ServerInfo:
         """How it is served."""
-        mesh = self._programs.decoder.target.sharding.mesh
+        mesh = self.programs.decoder.target.sharding.mesh
         try:
             installed = version("jaxspec")
         except PackageNotFoundError:
@@ -463,19 +308,9 @@ class Engine:
             method=self._loaded.speculation.method,
             rejection_sample_method=self._loaded.speculation.rejection_sample_method,
             num_speculative_tokens=self._loaded.speculation.num_speculative_tokens,
-            gamma_buckets=self._programs.shapes.gammas,
+            gamma_buckets=self.programs.shapes.gammas,
         )
 
     def loads(self) -> Loads:
         """What it is doing now."""
-        with self._changed:
-            scheduler = self._scheduler
-            running = list(scheduler.running.values())
-            return Loads(
-                running=len(running) + (scheduler.prefilling is not None),
-                waiting=len(scheduler.waiting),
-                slots_free=scheduler.free_slots,
-                cache_tokens_used=sum(request.length for request in running),
-                cache_tokens_total=self._max_slots * self._max_len,
-                counters=self._tally.counters(),
-            )
+        return self._loop.loads()

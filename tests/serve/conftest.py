@@ -158,7 +158,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch) -> Callable[[Running], None]:
     """Makes decode steps take at least 20 ms, as a large model's do: what runs still runs when a test looks."""
 
     def slow(running: Running) -> None:
-        programs = running.engine._programs
+        programs = running.engine.programs
         step = programs.step
 
         def slow_step(*arguments: Any) -> Any:

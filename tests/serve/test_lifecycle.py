@@ -185,7 +185,7 @@ def test_h16_every_request_of_a_burst_is_answered(client: Client, server, golden
 
 def test_h24_many_streams_make_progress_together(server, goldens, monkeypatch):
     golden = goldens["p7"]
-    monkeypatch.setattr(server.engine._scheduler, "max_queue", 200)
+    monkeypatch.setattr(server.engine._loop.scheduler, "max_queue", 200)
     with grpc.insecure_channel(server.addr) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         request = pb.GenerateRequest(prompt_ids=pb.TokenIds(ids=golden.ids))
@@ -250,7 +250,7 @@ def test_health_turns_bad_when_the_engine_dies(doomed_server, monkeypatch):
 
     with Client(doomed_server.addr) as client:
         assert client.serving()
-        monkeypatch.setattr(doomed_server.engine._programs, "prefill", explode)
+        monkeypatch.setattr(doomed_server.engine.programs, "prefill", explode)
         with pytest.raises(CallFailed) as failed:
             list(client.generate([7], LONG))
         assert failed.value.code is grpc.StatusCode.INTERNAL

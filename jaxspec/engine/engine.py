@@ -88,14 +88,17 @@ class Engine:
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
-    def warmup(self, on_progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles everything that serving can ask for, then runs one request through it. Nothing compiles after."""
+    def warmup(self, on_progress: Callable[[str, int, int], None] | None = None, *, windows: int | None = None) -> None:
+        """Compiles everything that serving can ask for, then runs one request through it. Nothing compiles after.
+
+        ``windows``: only for rows of the smallest so many windows; a row that outgrows them compiles when it does.
+        """
 
         def compiled(done: int, total: int) -> None:
             if on_progress:
                 on_progress("compile", done, total)
 
-        self.programs.compile_all(compiled)
+        self.programs.compile_all(compiled, windows)
         bos = self._loaded.checkpoint.config.bos_token_id or 0
         for _ in self.generate([bos], SamplingParams(max_tokens=2, temperature=0.0)):
             pass
@@ -247,27 +250,26 @@ class Engine:
         prompt.validate(self.programs.decoder.valid_vocab)
         limit = self._max_len - 1  # room for one token at least
         tokenizer = self._loaded.tokenizer
+        field = "prompt_ids" if prompt.ids is not None else "chat" if prompt.chat is not None else "prompt"
         if prompt.ids is not None:
             ids = list(prompt.ids)
         elif tokenizer is None:
-            raise InvalidRequest("prompt", "text", "prompt_ids: this checkpoint has no tokenizer")
+            raise InvalidRequest(field, "text", "prompt_ids: this checkpoint has no tokenizer")
         else:
             texts = [prompt.text] if prompt.text is not None else [content for _, content in prompt.chat or ()]
             for text in texts:
                 if text and not tokenizer.fits(text, limit):
                     raise InvalidRequest(
-                        "prompt", f"{len(text)} characters", f"at most {limit} tokens (max_len {self._max_len} - 1)"
+                        field, f"{len(text)} characters", f"at most {limit} tokens (max_len {self._max_len} - 1)"
                     )
             if prompt.text is not None:
                 ids = tokenizer.encode(prompt.text, add_bos=tokenizer.adds_bos)
             else:
                 ids = tokenizer.encode_chat([{"role": role, "content": text} for role, text in prompt.chat or ()])
         if len(ids) > limit:
-            raise InvalidRequest(
-                "prompt", f"{len(ids)} tokens", f"at most {limit} tokens (max_len {self._max_len} - 1)"
-            )
+            raise InvalidRequest(field, f"{len(ids)} tokens", f"at most {limit} tokens (max_len {self._max_len} - 1)")
         if not ids:
-            raise InvalidRequest("prompt", prompt.text, "text with at least 1 token")
+            raise InvalidRequest(field, prompt.text, "text with at least 1 token")
         if sampling.min_tokens > self._max_len - len(ids):
             raise InvalidRequest(
                 "min_tokens", sampling.min_tokens, f"at most {self._max_len - len(ids)}, what the prompt leaves"

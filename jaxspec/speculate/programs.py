@@ -73,9 +73,9 @@ class Programs:
         self._compiled: dict[Program, Any] = {}
         self._lock = threading.Lock()
 
-    def planned(self) -> list[Program]:
-        """Everything that serving can ask for, the slowest to compile first."""
-        shapes = self.shapes
+    def planned(self, windows: int | None = None) -> list[Program]:
+        """Everything that serving can ask for (in the smallest ``windows`` windows), the slowest to compile first."""
+        shapes = self.shapes._replace(windows=self.shapes.windows[:windows])
         largest = shapes.rows[-1]
         programs = [Program("step", *key) for key in itertools.product(shapes.rows, shapes.windows, shapes.gammas)]
         programs += [Program("prefill", 1, *key) for key in itertools.product(shapes.windows, shapes.chunks)]
@@ -90,9 +90,11 @@ class Programs:
             programs.append(Program("grow", rows, small, large))
         return programs
 
-    def compile_all(self, on_progress: Callable[[int, int], None] | None = None, threads: int = 2) -> None:
+    def compile_all(
+        self, on_progress: Callable[[int, int], None] | None = None, windows: int | None = None, threads: int = 2
+    ) -> None:
         """Compiles every planned program; a second call finds nothing to do."""
-        planned = self.planned()
+        planned = self.planned(windows)
         with ThreadPoolExecutor(threads) as pool:
             for done, _ in enumerate(pool.map(self._get, planned), 1):
                 if on_progress:

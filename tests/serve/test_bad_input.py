@@ -112,7 +112,7 @@ def test_h19_longer_prompts_are_refused_with_both_numbers(client: Client, golden
     with pytest.raises(CallFailed) as failed:
         list(client.generate(ids))
     assert failed.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert failed.value.field == "prompt"
+    assert failed.value.field == "prompt_ids"
     assert str(length) in failed.value.message
     assert "250" in failed.value.message
     assert client.serving()

@@ -113,7 +113,7 @@ def test_bfloat16_strays_no_further_than_the_reference_does(running, shared, mes
 
     The bound is what the reference's own bf16 arithmetic loses against its float32 on these prompts (root mean square
     0.05 and 0.06; single logits up to 0.3). Ours keeps residual stream, norms and softmax in f32 and so loses less
-    (0.03 and 0.04 where this was written); the mean is compared, since the largest of 17,000 errors is a matter of luck.
+    (0.03 and 0.04 where this was written). The mean is compared: the largest of 17,000 errors is a matter of luck.
     """
     model = running("tiny-llama3-bf16", mesh, "bfloat16")
     found = np.load(shared / "fixtures/tiny-llama3-bf16/goldens.npz")

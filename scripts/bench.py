@@ -91,7 +91,7 @@ class Bare:
 
         self._forward = jax.jit(forward, donate_argnums=3)
         self._params = params
-        self._cache = jax.jit(lambda: empty_cache(model.config, model.sharding, rows, slots, model.dtype))()
+        self._cache = jax.jit(lambda: empty_cache(model.config, model.sharding, rows, slots, model.cache_dtype))()
         self._tokens = jnp.ones((rows, width), jnp.int32)
         start = 100 if width <= 16 else 0
         self._positions = jnp.broadcast_to(start + jnp.arange(width, dtype=jnp.int32)[None], (rows, width))
@@ -174,7 +174,7 @@ def draft_step_overhead(programs: Programs, repeats: int) -> dict[str, Any]:
     """The same with a draft model in the step: over the target forward plus gamma draft passes (random weights)."""
     target = programs.decoder.target
     config = target.config
-    small = define(dataclasses.replace(config, num_layers=4), target.sharding, target.dtype)
+    small = define(dataclasses.replace(config, num_layers=4), target.sharding, target.dtype, target.cache_dtype)
     draft_params = random_params(small, seed=0)
     drafter = LinearDrafter(small, config.vocab_size, programs.decoder.valid_vocab)
     decoder = Decoder(target, drafter, programs.decoder.valid_vocab)

@@ -81,13 +81,15 @@ def load(
     if len(eos_ids) > STOP_IDS // 2:
         raise UserError(f"{target}: expected at most {STOP_IDS // 2} end-of-sequence ids, got {len(eos_ids)}")
 
-    model = define(checkpoint.config, sharding, jnp.dtype(dtype))
+    # XLA's CPU backend has no bfloat16 scatter: each write would convert the whole cache there and back.
+    cache_dtype = jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
+    model = define(checkpoint.config, sharding, jnp.dtype(dtype), cache_dtype)
     draft_model: ModelDef | None = None
     draft_params: dict[str, Any] = {}
     if speculation.method == "draft_model" and draft is not None:
         draft_checkpoint = open_checkpoint(draft)
         check_pair(checkpoint, draft_checkpoint)
-        draft_model = define(draft_checkpoint.config, sharding, jnp.dtype(dtype))
+        draft_model = define(draft_checkpoint.config, sharding, jnp.dtype(dtype), cache_dtype)
         draft_params = restore_params(draft_checkpoint, draft_model.shardings(), jnp.dtype(dtype))
     decoder = Decoder(model, make_drafter(speculation, draft_model, vocab, valid_vocab), valid_vocab)
     params = Params(restore_params(checkpoint, model.shardings(), jnp.dtype(dtype)), draft_params)

@@ -61,8 +61,8 @@ def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -
     # A negative index would wrap around to the row's end; one past the end is dropped.
     positions_BT = jnp.where(positions_BT < 0, slots, positions_BT)
     if positions_BT.size == 1:
-        # XLA's CPU backend turns a scatter of one index into a conditional that copies the cache four times: add a
-        # second, dropped one.
+        # XLA's CPU backend turns a scatter of one index into a slice update that copies the cache: add a second,
+        # dropped one.
         positions_BT = jnp.concatenate([positions_BT, jnp.full_like(positions_BT, slots)], axis=1)
         new_BTKH = jnp.concatenate([new_BTKH, new_BTKH], axis=1)
 

@@ -80,7 +80,7 @@ class Decoder:
             length_B=jnp.zeros((rows,), jnp.int32),
             finished_B=jnp.ones((rows,), bool),
             rows=params,
-            target=empty_cache(self.target.config, self.target.sharding, rows, slots, self.target.dtype),
+            target=empty_cache(self.target.config, self.target.sharding, rows, slots, self.target.cache_dtype),
             drafter=self.drafter.init(rows, slots),
         )
 

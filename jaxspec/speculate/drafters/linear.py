@@ -30,7 +30,7 @@ class LinearDrafter:
     has_cache = True
 
     def init(self, rows: int, slots: int) -> KVCache:
-        return empty_cache(self.model.config, self.model.sharding, rows, slots, self.model.dtype)
+        return empty_cache(self.model.config, self.model.sharding, rows, slots, self.model.cache_dtype)
 
     def axes(self, state: KVCache) -> KVCache:
         layer: Any = LayerCache(CACHE_AXES, CACHE_AXES)  # pyright: ignore[reportArgumentType]

@@ -165,8 +165,8 @@ class SpeculationConfig:
 
     method: str = "ngram"  # ngram, draft_model or none
     num_speculative_tokens: int = GAMMA_MAX  # drafted tokens per step when a request does not say, 0..8
-    prompt_lookup_max: int = 4  # longest suffix that the ngram drafter looks up, tokens, 1..16
-    prompt_lookup_min: int = 2  # shortest one, 1..prompt_lookup_max
+    prompt_lookup_max: int = 8  # longest suffix that the ngram drafter looks up, tokens, 1..16
+    prompt_lookup_min: int = 3  # shortest one, 1..prompt_lookup_max
     rejection_sample_method: str = "token"
     model: str | None = None  # folder of the draft checkpoint, needed by draft_model alone
 

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from jaxspec import terminal
 from jaxspec.engine.params import Prompt, SamplingParams, SpeculationParams
 from jaxspec.engine.records import Completion
 from jaxspec.text import Tokenizer
@@ -232,7 +233,7 @@ def test_drafted_tokens_are_in_colour(server, goldens, capsys):
     _, coloured, _ = run_client(capsys, *flags, "--color", "always")
     assert drafted > 0
     assert "\x1b[32m" in coloured
-    printable = plain.translate(client_cli.VISIBLE)
+    printable = plain.translate(terminal.VISIBLE)
     assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == printable
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import queue
 import time
@@ -20,9 +19,6 @@ from jaxspec.engine.records import Chunk, Loads, ModelInfo, ServerInfo
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequest
 from jaxspec.speculate.programs import Programs
-
-LOG = logging.getLogger("jaxspec")
-MAX_RESTARTS = 1
 
 
 class Engine:
@@ -133,7 +129,7 @@ class Engine:
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> "ChunkStream":
         """Chunks of one completion as they come; the last has finish reason and summary. Closing it aborts.
 
         The request is checked and queued at once. Raises InvalidRequest, QueueFull, Unavailable; while iterating
@@ -141,19 +137,7 @@ class Engine:
         """
         chunks: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
         request = self._submit(prompt, sampling, speculation, request_id, timeout_s, chunks.put)
-        return self._iterate(request, chunks)
-
-    def _iterate(self, request: Request, chunks: "queue.SimpleQueue[Chunk | BaseException]") -> Iterator[Chunk]:
-        try:
-            while True:
-                item = chunks.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
-        finally:
-            self._loop.cancel(request)
+        return ChunkStream(chunks, lambda: self._loop.cancel(request))
 
     async def stream(
         self,
@@ -245,37 +229,6 @@ class Engine:
         self._loop.submit(request)
         return request
 
-    def prompt_ids(self, prompt: Prompt, sampling: SamplingParams) -> list[int]:
-        """The token ids of a prompt, checked against the context. Raises InvalidRequest."""
-        prompt.validate(self.programs.decoder.valid_vocab)
-        limit = self._max_len - 1  # room for one token at least
-        tokenizer = self._loaded.tokenizer
-        field = "prompt_ids" if prompt.ids is not None else "chat" if prompt.chat is not None else "prompt"
-        if prompt.ids is not None:
-            ids = list(prompt.ids)
-        elif tokenizer is None:
-            raise InvalidRequest(field, "text", "prompt_ids: this checkpoint has no tokenizer")
-        else:
-            texts = [prompt.text] if prompt.text is not None else [content for _, content in prompt.chat or ()]
-            for text in texts:
-                if text and not tokenizer.fits(text, limit):
-                    raise InvalidRequest(
-                        field, f"{len(text)} characters", f"at most {limit} tokens (max_len {self._max_len} - 1)"
-                    )
-            if prompt.text is not None:
-                ids = tokenizer.encode(prompt.text, add_bos=tokenizer.adds_bos)
-            else:
-                ids = tokenizer.encode_chat([{"role": role, "content": text} for role, text in prompt.chat or ()])
-        if len(ids) > limit:
-            raise InvalidRequest(field, f"{len(ids)} tokens", f"at most {limit} tokens (max_len {self._max_len} - 1)")
-        if not ids:
-            raise InvalidRequest(field, prompt.text, "text with at least 1 token")
-        if sampling.min_tokens > self._max_len - len(ids):
-            raise InvalidRequest(
-                "min_tokens", sampling.min_tokens, f"at most {self._max_len - len(ids)}, what the prompt leaves"
-            )
-        return ids
-
     # ---- what is going on ----------------------------------------------------------------------------------------
 
     def model_info(self) -> ModelInfo:
@@ -316,3 +269,31 @@ class Engine:
     def loads(self) -> Loads:
         """What it is doing now."""
         return self._loop.loads()
+
+
+class ChunkStream(Iterator[Chunk]):
+    """The chunks of one request. Closing or dropping it aborts the request, also before the first chunk was read."""
+
+    def __init__(self, chunks: "queue.SimpleQueue[Chunk | BaseException]", cancel: Callable[[], None]) -> None:
+        self._chunks = chunks
+        self._cancel = cancel
+        self._ended = False
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        item = self._chunks.get()
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        """Aborts the request unless it has ended; no chunk follows."""
+        if not self._ended:
+            self._ended = True
+            self._cancel()
+
+    def __del__(self) -> None:
+        self.close()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import Checkpoint, open_checkpoint, restore_params
-from jaxspec.engine.params import SpeculationConfig
+from jaxspec.engine.params import STOP_TOKEN_IDS_MAX, STOPS_MAX, SpeculationConfig
 from jaxspec.errors import UserError
 from jaxspec.model.llama import ModelDef, define
 from jaxspec.model.params import param_specs
@@ -28,6 +28,8 @@ from jaxspec.text import Tokenizer
 LOG = logging.getLogger("jaxspec")
 DTYPES = ("float32", "bfloat16")
 LARGEST_MAX_LEN = 1 << 20
+# A row has room for these besides every stop id and every stop string (which may spell a special token) of a request.
+EOS_IDS_MAX = STOP_IDS - STOPS_MAX - STOP_TOKEN_IDS_MAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,8 @@ def load(
     vocab = checkpoint.config.vocab_size
     valid_vocab = vocab if tokenizer is None else min(vocab, tokenizer.size)
     eos_ids = set(checkpoint.config.eos_token_ids) | set(() if tokenizer is None else tokenizer.eos_ids)
-    if len(eos_ids) > STOP_IDS // 2:
-        raise UserError(f"{target}: expected at most {STOP_IDS // 2} end-of-sequence ids, got {len(eos_ids)}")
+    if len(eos_ids) > EOS_IDS_MAX:
+        raise UserError(f"{target}: expected at most {EOS_IDS_MAX} end-of-sequence ids, got {len(eos_ids)}")
 
     # XLA's CPU backend has no bfloat16 scatter: each write would convert the whole cache there and back.
     cache_dtype = jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)

@@ -10,12 +10,12 @@ import time
 from jaxspec.engine.batch import BUSY_CHUNK, Batch, Fault, Prefill, catch_up
 from jaxspec.engine.load import Loaded
 from jaxspec.engine.records import Loads
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, StepTokens
 from jaxspec.engine.scheduler import Scheduler, Turn
 from jaxspec.engine.tally import Tally
 from jaxspec.errors import EngineFault, InvalidRequest, Unavailable
 from jaxspec.shapes import GAMMA_MAX
-from jaxspec.speculate.state import FAULTS, LENGTH
+from jaxspec.speculate.state import FAULTS
 
 LOG = logging.getLogger("jaxspec")
 MAX_RESTARTS = 1
@@ -170,11 +170,7 @@ class Loop:
         if first is None:
             return
         row, self._prefill = self._prefill.state, None
-        self.tally.count(first)
-        if request.absorb(first):
-            with self._changed:
-                self.scheduler.prefilling = None
-            self.tally.finish("length" if first.finish == LENGTH else "stop")
+        if self._deliver(request, first, None):
             return
         if self._wants_catch_up(request):
             row = catch_up(self._programs, row, request)
@@ -202,11 +198,26 @@ class Loop:
                     self.scheduler.running.pop(slot)
                     self._fault(request, result)
                 continue
-            self.tally.count(result)
-            if request.absorb(result):
-                with self._changed:
-                    self.scheduler.running.pop(slot)
-                self.tally.finish("length" if result.finish == LENGTH else "stop")
+            self._deliver(request, result, slot)
+
+    def _deliver(self, request: Request, step: StepTokens, slot: int | None) -> bool:
+        """Sends what a step gave a request in ``slot`` (None: in prefill). True when that ends it.
+
+        Whoever reads the last chunk finds the slot free and the ending counted.
+        """
+        chunk = request.absorb(step)
+        self.tally.count(step, len(chunk.token_ids))
+        if chunk.finish_reason is None:
+            request.send(chunk)
+            return False
+        with self._changed:
+            if slot is None:
+                self.scheduler.prefilling = None
+            else:
+                self.scheduler.running.pop(slot)
+            self.tally.finish(chunk.finish_reason)
+            request.send(chunk)
+        return True
 
     def _fault(self, request: Request, fault: Fault) -> None:
         """A row's fault: its committed tokens are prefilled again, once; the second time the request ends."""

@@ -99,8 +99,8 @@ class Request:
         """Drafts to ask for in the next step: own history, room left; 0 where the drafter has nothing."""
         return choose(self._gamma_state, min(self.gamma, self.max_length - self.length - 1))
 
-    def absorb(self, step: StepTokens) -> bool:
-        """Takes in what a step committed and sends the chunk. True when the request has ended."""
+    def absorb(self, step: StepTokens) -> Chunk:
+        """Takes in what a step committed: the chunk to :meth:`send`, with a finish reason when it ends the request."""
         self.ready, self.lag = step.ready, step.lag
         first = self.completion_length == 0
         if not first:
@@ -121,29 +121,27 @@ class Request:
         elif step.finish == LENGTH:
             reason = "length"
         logprobs = None if step.logprobs is None else step.logprobs[:kept]
-        self._send(
-            Chunk(
-                self.request_id,
-                tuple(step.token_ids[:kept]),
-                text + (self._flush() if reason else ""),
-                self._origins(step)[:kept],
-                text_ends,
-                logprobs,
-                reason,
-                self.summary() if reason else None,
-            )
+        return Chunk(
+            self.request_id,
+            tuple(step.token_ids[:kept]),
+            text + (self._flush() if reason else ""),
+            self._origins(step)[:kept],
+            text_ends,
+            logprobs,
+            reason,
+            self.summary() if reason else None,
         )
-        return reason is not None
 
     def abort(self) -> None:
         """Ends it with finish reason "abort"; what was held back comes out."""
-        self._send(Chunk(self.request_id, text=self._flush(), finish_reason="abort", summary=self.summary()))
+        self.send(Chunk(self.request_id, text=self._flush(), finish_reason="abort", summary=self.summary()))
 
     def fail(self, error: BaseException) -> None:
         """Ends it with an error."""
-        self._send(error)
+        self.send(error)
 
-    def _send(self, item: Chunk | BaseException) -> None:
+    def send(self, item: Chunk | BaseException) -> None:
+        """Hands a chunk or an error to whoever reads. Nothing follows an end."""
         if self._closed:
             return
         self._closed = isinstance(item, BaseException) or item.finish_reason is not None

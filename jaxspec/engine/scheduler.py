@@ -63,10 +63,6 @@ class Scheduler:
         self.prefilling = None
         return slot
 
-    def restart(self, slot: int) -> None:
-        """Takes a row out of its slot and puts its request first in line again."""
-        self.waiting.appendleft(self.running.pop(slot))
-
     def reap(self, now: float) -> Iterator[Request]:
         """Removes every cancelled or expired request, wherever it is, and yields it."""
         for slot, request in list(self.running.items()):

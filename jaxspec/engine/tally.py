@@ -20,9 +20,9 @@ class Tally:
         self._per_position = [0] * GAMMA_MAX
         self._finished: Counter[str] = Counter()
 
-    def count(self, step: StepTokens) -> None:
-        """One row's part of a step."""
-        self._committed += len(step.token_ids)
+    def count(self, step: StepTokens, kept: int) -> None:
+        """One row's part of a step, of whose tokens the first ``kept`` came before a stop string was complete."""
+        self._committed += kept
         if step.n_drafted:
             self._drafts += 1
             self._drafted += step.n_drafted

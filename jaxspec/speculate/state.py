@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.model.cache import KVCache, LayerCache
 from jaxspec.speculate.sampling import RowSampling
 
-STOP_IDS: Final = 32  # E: stop-token ids of a row (the model's end tokens and the request's own)
+STOP_IDS: Final = 64  # E: stop-token ids of a row (the model's end tokens and the request's own)
 TOP_LOGPROBS: Final = 8  # alternatives reported per token when a row asks for log-probabilities
 
 # Why a row finished, and what went wrong in it: codes that cross the jit, with their sentences.

@@ -15,6 +15,7 @@ import jax
 from jaxspec.engine.load import Loaded, load
 from jaxspec.engine.loop import Loop
 from jaxspec.engine.params import Prompt, SamplingParams, SpeculationConfig, SpeculationParams
+from jaxspec.engine.prompts import encode_prompt
 from jaxspec.engine.records import Chunk, Loads, ModelInfo, ServerInfo
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequest
@@ -200,8 +201,8 @@ class Engine:
         vocab = self.programs.decoder.valid_vocab
         sampling.validate(vocab)
         speculation.validate()
-        prompt_ids = self.prompt_ids(Prompt.of(prompt), sampling)
         tokenizer = self._loaded.tokenizer
+        prompt_ids = encode_prompt(Prompt.of(prompt), tokenizer, vocab=vocab, max_len=self._max_len)
         gamma = speculation.num_speculative_tokens
         if gamma is None:
             gamma = self._loaded.speculation.num_speculative_tokens
@@ -213,6 +214,8 @@ class Engine:
         if sampling.stop and tokenizer is None:
             raise InvalidRequest("stop", sampling.stop, "no stop strings: this checkpoint has no tokenizer")
         room = self._max_len - len(prompt_ids)
+        if sampling.min_tokens > room:
+            raise InvalidRequest("min_tokens", sampling.min_tokens, f"at most {room}, what the prompt leaves")
         request = Request(
             request_id if request_id is not None else os.urandom(8).hex(),
             prompt_ids,

@@ -12,35 +12,26 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, empty_cache
-from jaxspec.model.llama import Llama, ModelDef
-from jaxspec.speculate.drafters import Drafter, Proposal
+from jaxspec.model.llama import ModelDef
+from jaxspec.speculate.drafters import Drafter
+from jaxspec.speculate.judge import Judged, Round, judge
 from jaxspec.speculate.sampling import (
     NEUTRAL,
     RowSampling,
-    Uniforms,
-    draw,
-    final_law,
-    first_argmax,
-    mask_logits,
     round_uniforms,
 )
 from jaxspec.speculate.state import (
-    DESYNC,
     LENGTH,
-    NOT_FINITE,
     RUNNING,
     STOP_IDS,
     STOPPED,
-    TOP_LOGPROBS,
     Context,
     DecodeState,
-    Logprobs,
     RowParams,
     StepReport,
     grow_cache,
     pack,
 )
-from jaxspec.speculate.verify import greedy_law, token_law
 
 
 class Params(NamedTuple):
@@ -111,7 +102,7 @@ class Decoder:
         last_B = jnp.clip(state.length_B - 1 - start, 0, chunk - 1)
         hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
         active_B = ~state.finished_B & (cached_B == state.length_B)
-        round_ = _Round(
+        round_ = Round(
             hidden_BTD=hidden_BTD,
             proposal=None,
             gamma_B=jnp.zeros_like(state.length_B),
@@ -120,7 +111,7 @@ class Decoder:
             # The rule for the cache before a round, which here holds one token more: the pending one was just fed.
             desync_B=jnp.zeros_like(active_B),
         )
-        judged = self._judge(model, context, round_)
+        judged = judge(model, context, round_, self.valid_vocab)
         state = state._replace(target=cache)
         return self._commit(state, context, round_, judged, 0)
 
@@ -168,44 +159,13 @@ class Decoder:
         hidden_BTD, cache = model(tokens_BT, positions_BT, state.target)
 
         desync_B = state.target.length_B != n_B - 1
-        round_ = _Round(hidden_BTD, proposal, gamma_B, active_B, uniforms, desync_B)
-        judged = self._judge(model, context, round_)
+        round_ = Round(hidden_BTD, proposal, gamma_B, active_B, uniforms, desync_B)
+        judged = judge(model, context, round_, self.valid_vocab)
         state = state._replace(target=cache, drafter=drafter_state, finished_B=finished_B)
         return self._commit(state, context, round_, judged, gamma)
 
-    def _judge(self, model: Llama, context: Context, round_: "_Round") -> "_Judged":
-        """Logits, faults and the law's verdict."""
-        rows = context.rows
-        logits_BTV = model.logits(round_.hidden_BTD)
-        offsets_T = jnp.arange(logits_BTV.shape[1], dtype=jnp.int32)[None, :]
-        sound_BT = jnp.all(jnp.isfinite(logits_BTV), axis=-1)
-        sound_B = jnp.all(sound_BT | (offsets_T > round_.gamma_B[:, None]), axis=1)
-        fault_B = jnp.where(sound_B, jnp.where(round_.desync_B, DESYNC, 0), NOT_FINITE)
-        fault_B = jnp.where(round_.active_B, fault_B, 0)
-
-        ban_BT = context.length_B[:, None] + offsets_T < rows.min_length_B[:, None]
-        masked_BTV = mask_logits(logits_BTV, rows.stop_ids_BE, ban_BT, self.valid_vocab)
-        proposal = round_.proposal
-        draft_BJ = jnp.zeros((ban_BT.shape[0], 0), jnp.int32) if proposal is None else proposal.tokens_BJ
-        coin_BJ = round_.uniforms.coin_BJ[:, : draft_BJ.shape[1]]
-
-        def greedy() -> tuple[jax.Array, jax.Array]:
-            verdict = greedy_law(first_argmax(masked_BTV), draft_BJ, round_.gamma_B)
-            return verdict.n_accepted_B, verdict.last_token_B
-
-        def sampled() -> tuple[jax.Array, jax.Array]:
-            p_BTV = final_law(masked_BTV, rows.sampling)
-            q_BJV = None if proposal is None else proposal.q_BJV
-            verdict = token_law(p_BTV, q_BJV, draft_BJ, round_.gamma_B, coin_BJ)
-            return verdict.n_accepted_B, draw(verdict.last_BV, round_.uniforms.last_B)
-
-        any_sampled = jnp.any(round_.active_B & (rows.sampling.temperature_B > 0))
-        n_accepted_B, last_B = jax.lax.cond(any_sampled, sampled, greedy)
-        tokens_BT = jnp.where(offsets_T == n_accepted_B[:, None], last_B[:, None], _padded(draft_BJ))
-        return _Judged(n_accepted_B, tokens_BT, fault_B, _logprobs(logits_BTV, tokens_BT, rows.wants_logprobs_B))
-
     def _commit(
-        self, state: DecodeState, before: Context, round_: "_Round", judged: "_Judged", gamma: int
+        self, state: DecodeState, before: Context, round_: Round, judged: Judged, gamma: int
     ) -> tuple[DecodeState, StepReport]:
         """Appends the accepted run, cut at the first stop; rows with a fault commit nothing."""
         rows = before.rows
@@ -276,51 +236,8 @@ def extract(state: DecodeState, slot: jax.Array) -> DecodeState:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
 
 
-class _Round(NamedTuple):
-    """What is known before the law speaks."""
-
-    hidden_BTD: jax.Array
-    proposal: Proposal | None
-    gamma_B: jax.Array
-    active_B: jax.Array
-    uniforms: Uniforms
-    desync_B: jax.Array
-
-
-class _Judged(NamedTuple):
-    """What the law said: accepted drafts, then the last token, in tokens_BT (meaningless after it)."""
-
-    n_accepted_B: jax.Array
-    tokens_BT: jax.Array
-    fault_B: jax.Array
-    logprobs: Logprobs
-
-
 def _context(state: DecodeState) -> Context:
     return Context(state.tokens_BS, state.length_B, state.rows)
-
-
-def _padded(draft_BJ: jax.Array) -> jax.Array:
-    return jnp.pad(draft_BJ, ((0, 0), (0, 1)))
-
-
-def _logprobs(logits_BTV: jax.Array, tokens_BT: jax.Array, wants_B: jax.Array) -> Logprobs:
-    """Under the target's own law, before bans and filters; computed only when some row wants them."""
-    B, T, V = logits_BTV.shape
-    count = min(TOP_LOGPROBS, V)
-
-    def compute() -> Logprobs:
-        normal_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
-        chosen_BT = jnp.take_along_axis(normal_BTV, tokens_BT[:, :, None], axis=-1)[..., 0]
-        top, ids = jax.lax.top_k(normal_BTV.reshape(B * T, V), count)
-        return Logprobs(chosen_BT, top.reshape(B, T, count), ids.reshape(B, T, count))
-
-    def nothing() -> Logprobs:
-        return Logprobs(
-            jnp.zeros((B, T), jnp.float32), jnp.zeros((B, T, count), jnp.float32), jnp.zeros((B, T, count), jnp.int32)
-        )
-
-    return jax.lax.cond(jnp.any(wants_B), compute, nothing)
 
 
 def state_axes(decoder: Decoder, state: DecodeState) -> Any:

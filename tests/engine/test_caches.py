@@ -1,0 +1,246 @@
+"""Caches: what each row holds after every step, whatever was accepted, cut, cancelled or skipped.
+
+The lengths are checked by the watch (watch.py) after each step of every test here; these tests make the steps that
+matter happen, and compare what is in the slots with a fresh prefill.
+"""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import Completion, SamplingParams
+from jaxspec.engine.batch import Batch, Prefill, catch_up
+from jaxspec.engine.request import Request, StepTokens
+from jaxspec.shapes import GAMMA_MAX
+from jaxspec.speculate.programs import Programs
+from tests.engine.conftest import DRAFT_CONTEXT, MAX_LEN, Job, Rig, greedy
+
+CLOSE = 1e-4  # keys and values of float32 passes of different widths
+
+
+def held(state, row: int) -> list[tuple[np.ndarray, int]]:
+    """Every cache array of a row, [K, S, H], with how many slots are valid."""
+    caches = [cache for cache in (state.target, state.drafter) if hasattr(cache, "layers")]
+    return [
+        (np.asarray(array)[row], int(cache.length_B[row]))
+        for cache in caches
+        for array in jax.tree.leaves(cache.layers)
+    ]
+
+
+class Driver:
+    """Rows under the test's own gammas, through the engine's own Batch, without its thread."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self.batch = Batch(programs)
+        self.running: dict[int, Request] = {}
+
+    def add(self, slot: int, prompt, *, largest_chunk: int = 64) -> Request:
+        request = Request(
+            str(slot), prompt, greedy(None), gamma=GAMMA_MAX, seed=slot, stop_ids=(), max_length=MAX_LEN, method="test",
+            tokenizer=None, sink=lambda item: None, deadline=None,
+        )  # fmt: skip
+        prefill = Prefill(self.programs, request)
+        while (first := prefill.advance(largest_chunk)) is None:
+            pass
+        request.absorb(first)
+        self.batch.insert(prefill.state, slot, dict(self.running))
+        self.running[slot] = request
+        return request
+
+    def step(self, gamma: int) -> dict[int, StepTokens]:
+        self.batch.fit(self.running)
+        for slot, request in self.running.items():
+            if gamma > 0 and request.lag > 1:
+                self.batch.catch_up(slot, request)
+        results = self.batch.step(self.running, dict.fromkeys(self.running, gamma))
+        for slot, result in results.items():
+            assert isinstance(result, StepTokens)
+            self.running[slot].absorb(result)
+        return results  # pyright: ignore
+
+    def fresh(self, tokens) -> list[tuple[np.ndarray, int]]:
+        """The caches of a row that was just prefilled with these tokens and whose drafter caught up."""
+        driver = Driver(self.programs)
+        request = driver.add(0, tokens[:-1])
+        row = catch_up(self.programs, driver.batch._state, request)  # pyright: ignore
+        return held(row, 0)
+
+    def assert_fresh(self, slot: int) -> None:
+        """The row's valid slots hold what a prefill of its committed tokens would have put there."""
+        tokens = self.running[slot].token_ids
+        row = 0 if self.batch._lone is not None else slot
+        for (got, length), (expected, _) in zip(held(self.batch._state, row), self.fresh(tokens), strict=True):
+            assert len(tokens) - 2 <= length <= len(tokens) - 1
+            assert np.abs(got[:, :length] - expected[:, :length]).max() < CLOSE
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4, 8])
+def test_a_draft_that_is_the_target_is_accepted_in_every_round(gamma, self_draft, goldens):
+    """B01: full acceptance, 200 tokens long: the draft takes in its own last proposal and the bonus."""
+    with self_draft.watch.recording() as steps:
+        done = self_draft.run(goldens["p33"].ids, greedy(200), gamma)
+    assert len(done.token_ids) == 200
+    rounds = [row for rows in steps for row in rows]
+    assert [(row.drafted, row.accepted) for row in rounds if row.drafted != row.accepted] == []
+    assert all(row.drafted == gamma for row in rounds[:-1])
+
+
+@pytest.mark.parametrize("drafter", ["near_draft", "tiny_draft"])
+def test_rejections_trim_exactly_and_leave_no_decay(drafter, goldens, request):
+    """B02, B04: partial and zero acceptance; acceptance late in the text is what it was early."""
+    rig: Rig = request.getfixturevalue(drafter)
+    jobs = [Job(goldens[name].ids, SamplingParams(max_tokens=150, seed=i, ignore_eos=True), 1) for i, name in
+            enumerate(("p7", "p33", "p1", "p7", "p33", "p1"))]  # fmt: skip
+    with rig.watch.recording() as steps:
+        rig.run_all(jobs)
+    rows = [row for step in steps for row in step if row.drafted]
+    assert {row.lag for row in rows if row.accepted < row.drafted} == {0}
+    early = [row.accepted for row in rows if row.length < 70]
+    late = [row.accepted for row in rows if row.length > 100]
+    assert abs(np.mean(early) - np.mean(late)) < 0.15
+    assert min(len(early), len(late)) > 100
+
+
+@pytest.mark.parametrize("drafter", ["self_draft", "near_draft"])
+def test_gammas_that_come_and_go_leave_no_holes(drafter, goldens, request):
+    """B17, B18: gamma 4 -> 0 -> 4 and a different one each step; two rows; slots hold what a fresh prefill holds."""
+    rig: Rig = request.getfixturevalue(drafter)
+    driver = Driver(rig.engine.programs)
+    driver.add(2, goldens["p7"].ids)
+    driver.add(5, goldens["p33"].ids)
+    for gamma in (4, 4, 0, 0, 0, 0, 0, 4, 4, 1, 8, 0, 2, 0, 0, 7, 3, 8):
+        for slot, result in driver.step(gamma).items():
+            assert result.n_drafted == gamma
+            if drafter == "self_draft":
+                assert result.n_accepted == gamma, f"slot {slot}: {result}"
+        if gamma in (1, 8):
+            driver.assert_fresh(2)
+            driver.assert_fresh(5)
+    for slot, name in ((2, "p7"), (5, "p33")):
+        request_ = driver.running[slot]
+        made = request_.token_ids[request_.prompt_length :][:64]
+        assert made == goldens[name].greedy[: len(made)]
+
+
+def test_a_row_that_rested_drafts_again_with_all_it_missed(near_draft, goldens):
+    """B17 in the engine: plain steps leave the draft behind; it catches up, and is as often right as before."""
+    jobs = [Job(goldens[name].ids, SamplingParams(max_tokens=180, seed=i, ignore_eos=True), 4) for i, name in
+            enumerate(("p7", "p33", "p1", "p7", "p33", "p1"))]  # fmt: skip
+    with near_draft.watch.recording() as steps:
+        near_draft.run_all(jobs)
+    first, again = [], []
+    rested: dict[str, int] = {}
+    for row in (row for rows in steps for row in rows):
+        if row.drafted == 0:
+            rested[row.request_id] = row.lag
+        elif rested.pop(row.request_id, 0) > 1:
+            again.append(row.accepted)
+        else:
+            first.append(row.accepted)
+    assert min(len(first), len(again)) > 30
+    assert abs(np.mean(first) - np.mean(again)) < 0.8
+
+
+def test_rows_at_rest_are_never_written(near_draft, goldens):
+    """B16: a finished row in the middle of a batch keeps every slot bit for bit while its neighbours go on."""
+    driver = Driver(near_draft.engine.programs)
+    for slot, name in enumerate(("p7", "p33", "p1")):
+        driver.add(slot, goldens[name].ids)
+    driver.step(4)
+    del driver.running[1]
+
+    def at_rest():
+        # A row keeps drafting into its own draft cache until its slot is taken; an empty one does not.
+        return held(driver.batch._state, 1)[: 2 * driver.programs.decoder.target.config.num_layers] + held(
+            driver.batch._state, 7
+        )
+
+    before = at_rest()
+    for gamma in (4, 0, 8, 2):
+        driver.step(gamma)
+    for (was, length), (now, length_now) in zip(before, at_rest(), strict=True):
+        assert length == length_now
+        np.testing.assert_array_equal(was, now)
+    driver.assert_fresh(0)
+    driver.assert_fresh(2)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 33, 63, 64, 65, 80, 81, 128, 129, 200])
+def test_any_chunking_of_a_prompt_gives_the_same_caches_and_first_token(size, near_draft):
+    """B23, B24: prompts at the edges of chunks, with a random first token; drafts only after the last chunk."""
+    prompt = np.random.default_rng(size).integers(0, 490, size=size).tolist()
+    states = []
+    for largest in (16, 64):
+        driver = Driver(near_draft.engine.programs)
+        request = driver.add(0, prompt, largest_chunk=largest)
+        assert request.token_ids[size:] == [int(near_draft.reference.logits([prompt])[0, -1].argmax())]
+        states.append(held(catch_up(near_draft.engine.programs, driver.batch._state, request), 0))  # pyright: ignore
+    for (small, length), (large, length_large) in zip(*states, strict=True):
+        assert length == length_large == size
+        assert np.abs(small[:, :size] - large[:, :size]).max() < CLOSE
+
+
+def test_the_stream_may_be_closed_at_every_chunk(near_draft, goldens):
+    """B03: budgets that shrink the last round; the slot is used again at once, by a run that equals a fresh one."""
+    text = goldens["p7"].greedy
+    for count in (5, 6, 9, 10, 14):
+        assert list(near_draft.run(goldens["p7"].ids, greedy(count), 4).token_ids) == text[:count]
+        for taken in range(4):
+            stream = near_draft.start(Job(goldens["p33"].ids, greedy(count + 30), 4))
+            seen = [token for _ in range(taken) for token in next(stream).token_ids]
+            stream.close()  # pyright: ignore
+            assert seen == goldens["p33"].greedy[: len(seen)]
+            assert list(near_draft.run(goldens["p7"].ids, greedy(count), 3).token_ids) == text[:count]
+    near_draft.assert_idle()
+
+
+def test_a_cancelled_rows_slot_is_used_again_at_once(near_draft, goldens):
+    """Neighbours decode on while slots change hands in mid-batch."""
+    rng = random.Random(7)
+    long = [Job(goldens[name].ids, greedy(64), 4) for name in ("p33", "p150")]
+    streams = [near_draft.start(job) for job in long]
+    for trial in range(12):
+        doomed = [near_draft.start(Job(goldens["p1"].ids, greedy(60), rng.randint(0, 8))) for _ in range(6)]
+        for stream in doomed:
+            for _ in range(rng.randint(0, 2)):
+                next(stream)
+            stream.close()  # pyright: ignore
+        done = near_draft.run(goldens["p7"].ids, greedy(20), trial % 9)
+        assert list(done.token_ids) == goldens["p7"].greedy[:20]
+    for name, stream in zip(("p33", "p150"), streams, strict=True):
+        assert list(Completion.of(stream).token_ids) == goldens[name].greedy
+
+
+def test_an_abort_between_prefill_chunks_leaves_nothing(self_draft, goldens, monkeypatch):
+    """B20: the same prompt again is a cold run, in the same slot."""
+    seen = []
+
+    class AbortedPrefill(Prefill):
+        def advance(self, largest_chunk):
+            seen.append(self._done)
+            if len(seen) == 2:
+                self_draft.engine.abort("chunked")
+            return super().advance(largest_chunk)
+
+    monkeypatch.setattr("jaxspec.engine.loop.Prefill", AbortedPrefill)
+    done = Completion.of(self_draft.start(Job(goldens["p150"].ids, greedy(9)), request_id="chunked"))
+    assert (done.finish_reason, done.token_ids, seen) == ("abort", (), [0, 64])
+    assert list(self_draft.run(goldens["p150"].ids, greedy(64)).token_ids) == goldens["p150"].greedy
+    self_draft.assert_idle()
+
+
+def test_past_the_drafts_context_the_row_goes_on_without_it(tiny_draft, goldens):
+    """B10: the draft's limit is crossed while decoding, and by a prompt; windows grow on the way."""
+    for prompt in (goldens["p150"].ids, goldens["p33"].ids * 6, [*goldens["p33"].ids * 6, 7, 11]):
+        job = Job(prompt, greedy(90), 8)
+        with tiny_draft.watch.recording() as steps:
+            done = tiny_draft.run(*job)
+        assert len(done.token_ids) == 90
+        assert tiny_draft.same_text(job, done.token_ids, tiny_draft.run(prompt, greedy(90), 0).token_ids) == 0
+        rows = [row for step in steps for row in step]
+        assert not any(row.drafted for row in rows if row.length > DRAFT_CONTEXT + 9)
+        assert len(prompt) > 190 or any(row.drafted for row in rows)

@@ -1,4 +1,4 @@
-"""Real engines over tiny models, shared by all tests here, and watched: every step is checked against the invariants."""
+"""Real engines over tiny models, shared by all tests here, and watched: every step is checked."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ SMALL_SLOTS, SMALL_MAX_LEN, SMALL_QUEUE = 2, 61, 3
 
 
 class Golden(NamedTuple):
-    """A fixture prompt and the 64 tokens that the reference implementation makes of it greedily, never at a near-tie."""
+    """A fixture prompt and the 64 tokens that a reference makes of it greedily, never at a near-tie."""
 
     ids: list[int]
     greedy: list[int]

@@ -42,7 +42,10 @@ class Ranks:
         self.by_offset: dict[str | int, list[float]] = defaultdict(list)
         self.score = self.variance = 0.0
         self._rng = np.random.default_rng(29)
-        texts = [[*job.prompt, *(t for chunk in chunks for t in chunk.token_ids)] for job, chunks in zip(jobs, streams)]
+        texts = [
+            [*job.prompt, *(token for chunk in chunks for token in chunk.token_ids)]
+            for job, chunks in zip(jobs, streams, strict=True)
+        ]
         logits = batched(rig.reference, texts)
         drafts = None if rig.draft is None else batched(rig.draft, texts)
         for index, (job, chunks, text) in enumerate(zip(jobs, streams, texts, strict=True)):

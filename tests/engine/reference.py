@@ -1,4 +1,4 @@
-"""The same models in plain NumPy and float64, straight from the fixtures' safetensors: what the engine must agree with."""
+"""The same models in plain NumPy and float64, straight from safetensors: what the engine must agree with."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A seeded request gives the same tokens alone, in any company, in any slot, after anything; unseeded ones can be told again."""
+"""A seeded request gives the same tokens alone, in any company, in any slot, after anything."""
 
 import dataclasses
 

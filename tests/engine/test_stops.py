@@ -179,12 +179,11 @@ def test_min_tokens_bans_stops_for_exactly_so_many_tokens(drafter, goldens, requ
     for gamma in range(9):
         done = rig.run(prompt, greedy(24, min_tokens=least, stop_token_ids=stops), gamma)
         assert list(done.token_ids) == expected
-    # Where every token stops, the first that may is the eleventh... and none before it is a stop.
+    # Sampled, too: none of the first eleven is a stop.
     everything = tuple(goldens["p7"].greedy[10:20])
     for gamma in range(9):
-        done = rig.run(
-            prompt, SamplingParams(max_tokens=100, min_tokens=11, seed=gamma, top_k=8, stop_token_ids=everything), gamma
-        )
+        sampling = SamplingParams(max_tokens=100, min_tokens=11, seed=gamma, top_k=8, stop_token_ids=everything)
+        done = rig.run(prompt, sampling, gamma)
         assert len(done.token_ids) >= 11
         assert not set(done.token_ids[:11]) & set(everything)
 

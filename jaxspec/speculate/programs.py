@@ -100,6 +100,19 @@ class Programs:
                 if on_progress:
                     on_progress(done, len(planned))
 
+    def rehearse(self, windows: int | None = None) -> None:
+        """Runs every step once on rows at rest: the first call of an executable takes several times as long."""
+        for window in self.shapes.windows[:windows]:
+            resting = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.abstract_state(1, window))
+            states = [self.start(resting.tokens_BS, resting.length_B, resting.rows)]
+            if self.shapes.rows[-1] > 1:
+                states.append(self.empty(window))
+            for state in states:
+                nobody = np.full((state.shape[0],), -1, np.int32)
+                for gamma in self.shapes.gammas:
+                    state, report = self.step(state, nobody, gamma)
+                    report.packed.block_until_ready()
+
     def start(self, tokens_BS: np.ndarray, length_B: np.ndarray, rows: Any) -> DecodeState:
         """See ``Decoder.start``; one row."""
         return self._get(Program("start", *tokens_BS.shape))(tokens_BS, length_B, rows)

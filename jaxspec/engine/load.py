@@ -93,6 +93,9 @@ def load(
         check_pair(checkpoint, draft_checkpoint)
         draft_model = define(draft_checkpoint.config, sharding, jnp.dtype(dtype), cache_dtype)
         draft_params = restore_params(draft_checkpoint, draft_model.shardings(), jnp.dtype(dtype))
+        if draft_model.config.max_position_embeddings < max_len:
+            limit = draft_model.config.max_position_embeddings
+            notes.append(f"draft {draft}: trained for {limit} positions, past them rows decode without it")
     decoder = Decoder(model, make_drafter(speculation, draft_model, vocab, valid_vocab), valid_vocab)
     params = Params(restore_params(checkpoint, model.shardings(), jnp.dtype(dtype)), draft_params)
     gamma = 0 if speculation.method == "none" else GAMMA_MAX

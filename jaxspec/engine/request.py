@@ -103,13 +103,14 @@ class Request:
         """Takes in what a step committed: the chunk to :meth:`send`, with a finish reason when it ends the request."""
         self.ready, self.lag = step.ready, step.lag
         first = self.completion_length == 0
+        kept, text, text_ends = self._read(step.token_ids)
         if not first:
             self._n_passes += 1
             self._gamma_state = update(self._gamma_state, step.n_drafted, step.n_accepted)
             if step.n_drafted:
                 self._n_drafted += step.n_drafted
-                self._histogram[step.n_accepted] += 1
-        kept, text, text_ends = self._read(step.token_ids)
+                # What a stop cut off was accepted, but is in no text and so in no count.
+                self._histogram[min(step.n_accepted, kept)] += 1
         if kept:
             self.token_ids += step.token_ids[:kept]
             self._last_token = time.monotonic()

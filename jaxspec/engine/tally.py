@@ -21,13 +21,14 @@ class Tally:
         self._finished: Counter[str] = Counter()
 
     def count(self, step: StepTokens, kept: int) -> None:
-        """One row's part of a step, of whose tokens the first ``kept`` came before a stop string was complete."""
+        """One row's part of a step, of whose tokens no stop cut off the first ``kept``."""
         self._committed += kept
         if step.n_drafted:
             self._drafts += 1
             self._drafted += step.n_drafted
-            self._accepted += step.n_accepted
-            for position in range(step.n_accepted):
+            accepted = min(step.n_accepted, kept)
+            self._accepted += accepted
+            for position in range(accepted):
                 self._per_position[position] += 1
 
     def finish(self, reason: str) -> None:

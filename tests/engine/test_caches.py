@@ -15,6 +15,7 @@ from jaxspec.engine.batch import Batch, Prefill, catch_up
 from jaxspec.engine.request import Request, StepTokens
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.programs import Programs
+from jaxspec.speculate.state import LENGTH
 from tests.engine.conftest import DRAFT_CONTEXT, MAX_LEN, Job, Rig, greedy
 
 CLOSE = 1e-4  # keys and values of float32 passes of different widths
@@ -38,10 +39,10 @@ class Driver:
         self.batch = Batch(programs)
         self.running: dict[int, Request] = {}
 
-    def add(self, slot: int, prompt, *, largest_chunk: int = 64) -> Request:
+    def add(self, slot: int, prompt, *, largest_chunk: int = 64, max_length: int = MAX_LEN) -> Request:
         request = Request(
-            str(slot), prompt, greedy(None), gamma=GAMMA_MAX, seed=slot, stop_ids=(), max_length=MAX_LEN, method="test",
-            tokenizer=None, sink=lambda item: None, deadline=None,
+            str(slot), prompt, greedy(None), gamma=GAMMA_MAX, seed=slot, stop_ids=(), max_length=max_length,
+            method="test", tokenizer=None, sink=lambda item: None, deadline=None,
         )  # fmt: skip
         prefill = Prefill(self.programs, request)
         while (first := prefill.advance(largest_chunk)) is None:
@@ -51,12 +52,14 @@ class Driver:
         self.running[slot] = request
         return request
 
-    def step(self, gamma: int) -> dict[int, StepTokens]:
+    def step(self, *gammas: int) -> dict[int, StepTokens]:
+        """One step with a gamma for each row, in the order in which they came."""
         self.batch.fit(self.running)
+        asked = dict(zip(self.running, gammas, strict=True))
         for slot, request in self.running.items():
-            if gamma > 0 and request.lag > 1:
+            if asked[slot] > 0 and request.lag > 1:
                 self.batch.catch_up(slot, request)
-        results = self.batch.step(self.running, dict.fromkeys(self.running, gamma))
+        results = self.batch.step(self.running, asked)
         for slot, result in results.items():
             assert isinstance(result, StepTokens)
             self.running[slot].absorb(result)
@@ -107,23 +110,34 @@ def test_rejections_trim_exactly_and_leave_no_decay(drafter, goldens, request):
 
 @pytest.mark.parametrize("drafter", ["self_draft", "near_draft"])
 def test_gammas_that_come_and_go_leave_no_holes(drafter, goldens, request):
-    """B17, B18: gamma 4 -> 0 -> 4 and a different one each step; two rows; slots hold what a fresh prefill holds."""
+    """B17, B18: gamma 4 -> 0 -> 4, others in between, and rests beside a row that drafts."""
     rig: Rig = request.getfixturevalue(drafter)
     driver = Driver(rig.engine.programs)
     driver.add(2, goldens["p7"].ids)
     driver.add(5, goldens["p33"].ids)
-    for gamma in (4, 4, 0, 0, 0, 0, 0, 4, 4, 1, 8, 0, 2, 0, 0, 7, 3, 8):
-        for slot, result in driver.step(gamma).items():
+    together = [(4, 4), (4, 4), (0, 0), (0, 0), (0, 0), (0, 0), (4, 4), (4, 4)]
+    apart = [(0, 0), (0, 0), (0, 8), (0, 8), (4, 0), (4, 4), (0, 0), (0, 0), (0, 0), (1, 0), (8, 0), (1, 8), (7, 3)]
+    for gammas in together + apart:
+        for gamma, (slot, result) in zip(gammas, driver.step(*gammas).items(), strict=True):
             assert result.n_drafted == gamma
             if drafter == "self_draft":
                 assert result.n_accepted == gamma, f"slot {slot}: {result}"
-        if gamma in (1, 8):
-            driver.assert_fresh(2)
-            driver.assert_fresh(5)
+            if gamma in (1, 8):
+                driver.assert_fresh(slot)
     for slot, name in ((2, "p7"), (5, "p33")):
         request_ = driver.running[slot]
         made = request_.token_ids[request_.prompt_length :][:64]
         assert made == goldens[name].greedy[: len(made)]
+
+
+@pytest.mark.parametrize("room", range(1, 10))
+def test_the_step_itself_drafts_no_more_than_there_is_room_for(room, self_draft, goldens):
+    """B06: whatever is asked of it, nothing is drafted or written past a row's end."""
+    driver = Driver(self_draft.engine.programs)
+    driver.add(0, goldens["p7"].ids, max_length=7 + 1 + room)
+    (result,) = driver.step(8).values()
+    assert (result.n_drafted, len(result.token_ids), result.finish) == (room - 1, room, LENGTH)
+    assert driver.running[0].length == 7 + 1 + room
 
 
 def test_a_row_that_rested_drafts_again_with_all_it_missed(near_draft, goldens):
@@ -149,7 +163,7 @@ def test_rows_at_rest_are_never_written(near_draft, goldens):
     driver = Driver(near_draft.engine.programs)
     for slot, name in enumerate(("p7", "p33", "p1")):
         driver.add(slot, goldens[name].ids)
-    driver.step(4)
+    driver.step(4, 4, 4)
     del driver.running[1]
 
     def at_rest():
@@ -160,7 +174,7 @@ def test_rows_at_rest_are_never_written(near_draft, goldens):
 
     before = at_rest()
     for gamma in (4, 0, 8, 2):
-        driver.step(gamma)
+        driver.step(gamma, gamma)
     for (was, length), (now, length_now) in zip(before, at_rest(), strict=True):
         assert length == length_now
         np.testing.assert_array_equal(was, now)

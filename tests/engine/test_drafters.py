@@ -28,9 +28,9 @@ def drafts(text: str, shortest: int = 2, longest: int = 4, rubbish: str = "") ->
     [
         #  earlier    now
         ("abcdefghijkl ab", "cdefghij"),
-        ("ab1234567 ab8901234 ab", "8901234 "),  # of equally long ones the latest
+        ("ab1234567-ab8901234 ab", "8901234 "),  # of equally long ones the latest
         ("xab1234567 ab890 xab", "1234567 "),  # a longer suffix beats a later one
-        ("abc abd ab", "d ab d ab"[:0] or "d abd ab"),  # runs into itself: the text goes round
+        ("abc abd ab", "d abd ab"),  # runs into itself: the text goes round
         ("ababab", "abababab"),
         ("aaa", "aaaaaaaa"),
         ("abcabc", "abcabcab"),

@@ -97,6 +97,15 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     refused(tmp_path / "missing", r"expected the folder of a converted checkpoint")
 
 
+def test_a_draft_with_a_shorter_context_is_taken_with_a_line(checkpoints, edited, caplog):
+    """B10: said once, at the start."""
+    caplog.set_level("INFO", "jaxspec")
+    short = edited("tiny-draft", max_position_embeddings=40)
+    with Engine.load(checkpoints("tiny-llama3"), draft=short, mesh="1", max_len=61, max_slots=2):
+        pass
+    assert caplog.text.count("trained for 40 positions, past them rows decode without it") == 1
+
+
 def test_an_unused_draft_is_ignored_with_a_line(checkpoints, caplog):
     caplog.set_level("INFO", "jaxspec")
     speculation = SpeculationConfig(method="ngram")

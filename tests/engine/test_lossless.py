@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxspec import SamplingParams
 from tests.engine.conftest import Job, Rig, greedy
 
 DRAFTERS = ("ngram", "self_draft", "near_draft", "tiny_draft")
@@ -65,8 +66,8 @@ def test_lookups_that_succeed_give_the_plain_text_in_fewer_passes(loop):
     assert near_ties <= 2
 
 
-def test_a_mesh_of_four_gives_the_reference_text(mesh4, goldens):
-    """A17: the tokens are one device's, alone and together; heads, ffn and vocabulary are split."""
+def test_a_mesh_of_four_gives_the_reference_text(mesh4, near_draft, goldens):
+    """A17: the tokens are one device's, alone and together, sampled too; heads, ffn and vocabulary are split."""
     assert mesh4.engine.server_info().mesh == {"data": 1, "model": 4}
     for name in PROMPTS:
         assert list(mesh4.run(goldens[name].ids, greedy(64), 4).token_ids) == goldens[name].greedy, name
@@ -75,6 +76,12 @@ def test_a_mesh_of_four_gives_the_reference_text(mesh4, goldens):
     for name, done in zip(names, mesh4.run_all(jobs), strict=True):
         assert list(done.token_ids) == goldens[name].greedy, name
     assert mesh4.engine.loads().counters.num_accepted_tokens > 0
+    sampled = [
+        Job(goldens["p7"].ids, SamplingParams(max_tokens=40, temperature=0.7, seed=seed, ignore_eos=True), 4)
+        for seed in range(4)
+    ]
+    on_one = [done.token_ids for done in near_draft.run_all(sampled)]
+    assert [done.token_ids for done in mesh4.run_all(sampled)] == on_one
 
 
 def test_the_reference_is_the_reference(references, shared):

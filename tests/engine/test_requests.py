@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxspec import Completion, SamplingParams, SpeculationParams
+from jaxspec import Completion, Prompt, SamplingParams, SpeculationParams
 from jaxspec.errors import InvalidRequest, QueueFull, Unavailable
 from tests.engine.conftest import SMALL_MAX_LEN, SMALL_QUEUE, SMALL_SLOTS, Job, Rig, greedy
 
@@ -166,6 +166,21 @@ def test_requests_that_cannot_be_are_refused_before_they_queue(prompt, options, 
     """H19 and the like: nothing is clamped, the engine is not troubled."""
     with pytest.raises(InvalidRequest, match=message):
         plain.start(Job(prompt, SamplingParams(**options)))
+    plain.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (Prompt(text="x" * 10_000), f"prompt: expected at most {SMALL_MAX_LEN - 1} tokens .*got '10000 characters'"),
+        (Prompt(text="a b c d " * 30), f"prompt: expected at most {SMALL_MAX_LEN - 1} tokens"),
+        (Prompt(chat=(("user", "x" * 10_000),)), f"chat: expected at most {SMALL_MAX_LEN - 1} tokens"),
+    ],
+)
+def test_text_that_cannot_fit_is_refused_with_both_numbers(prompt, message, plain):
+    """H19, D17."""
+    with pytest.raises(InvalidRequest, match=message):
+        plain.engine.generate(prompt)
     plain.assert_idle()
 
 

@@ -33,6 +33,7 @@ def test_a_stop_token_ends_the_text_wherever_it_falls_in_an_accepted_run(gamma, 
         assert list(done.token_ids) == golden.greedy[: index + 1]
         assert done.finish_reason == "stop"
         assert done.summary.usage.completion_tokens == index + 1
+        assert done.origins.count("draft") == done.summary.speculation.num_accepted_draft_tokens
         passes = sum(row.request_id == done.request_id for rows in steps for row in rows)
         assert done.summary.speculation.tokens_per_target_pass == pytest.approx(index / passes)
     cut = {row.accepted + 1 - len(row.tokens) for rows in steps for row in rows}
@@ -112,6 +113,9 @@ def test_stop_strings_end_all_views_at_the_same_token(name, self_draft, goldens,
         assert last.summary.usage.completion_tokens == len(ids)
         counters = self_draft.engine.loads().counters
         assert counters.num_committed_tokens - before.num_committed_tokens == len(ids)
+        drafts = [origin for chunk in chunks for origin in chunk.origins].count("draft")
+        assert counters.num_accepted_tokens - before.num_accepted_tokens == drafts
+        assert last.summary.speculation.num_accepted_draft_tokens == drafts
 
 
 def test_a_stop_string_on_the_last_token_of_the_budget_is_a_stop(self_draft, goldens, tokenizer):

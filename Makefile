@@ -27,7 +27,7 @@ demo: demo-model ## serve the demo model and stream three prompts, plain and spe
 	$(BIN)/python scripts/demo.py --mesh $(MESH)
 
 test: demo-model ## the test suite (ARGS="-k name" selects)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python scripts/test.py $(ARGS)
 
 check: $(STAMP) ## lint, format, types, import floors
 	$(BIN)/ruff check .

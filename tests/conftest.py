@@ -18,6 +18,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla-te
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import dataclasses  # noqa: E402
+import gc  # noqa: E402
+import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import AbstractContextManager, contextmanager  # noqa: E402
 
@@ -34,6 +36,22 @@ TINY_MODELS = {
     f"tiny-llama3-gguf-{kind}": f"tiny-llama3/gguf/tiny-llama3-{kind}.gguf"
     for kind in ("f32", "bf16", "q8_0", "q4_0", "q4_1")
 }
+
+
+# Linux gives a process 65,530 memory mappings (vm.max_map_count). XLA maps every compiled function several times, and
+# dies of a segmentation fault when none is left. One module may need half of them.
+MAPPINGS_MAX = 25_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_compiled_code() -> Iterator[None]:
+    """Drops what earlier modules compiled before mappings run out; the persistent cache has it when asked again."""
+    yield
+    mappings = Path("/proc/self/maps")
+    jax = sys.modules.get("jax")
+    if jax and mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS_MAX:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,6 @@ class Engine:
                 on_progress("compile", done, total)
 
         self.programs.compile_all(compiled, windows)
-        self.programs.rehearse(windows)
         bos = self._loaded.checkpoint.config.bos_token_id or 0
         for _ in self.generate([bos], SamplingParams(max_tokens=2, temperature=0.0)):
             pass

@@ -72,6 +72,7 @@ class Programs:
         self.shapes = shapes
         self._compiled: dict[Program, Any] = {}
         self._lock = threading.Lock()
+        self._rehearsal = threading.Lock()  # one state at a time: a cache may fill half the memory
 
     def planned(self, windows: int | None = None) -> list[Program]:
         """Everything that serving can ask for (in the smallest ``windows`` windows), the slowest to compile first."""
@@ -93,25 +94,24 @@ class Programs:
     def compile_all(
         self, on_progress: Callable[[int, int], None] | None = None, windows: int | None = None, threads: int = 2
     ) -> None:
-        """Compiles every planned program; a second call finds nothing to do."""
+        """Compiles every planned program and runs each step once. Nothing is left for the first request to wait for."""
         planned = self.planned(windows)
         with ThreadPoolExecutor(threads) as pool:
-            for done, _ in enumerate(pool.map(self._get, planned), 1):
+            for done, _ in enumerate(pool.map(self._prepare, planned), 1):
                 if on_progress:
                     on_progress(done, len(planned))
 
-    def rehearse(self, windows: int | None = None) -> None:
-        """Runs every step once on rows at rest: the first call of an executable takes several times as long."""
-        for window in self.shapes.windows[:windows]:
-            resting = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.abstract_state(1, window))
-            states = [self.start(resting.tokens_BS, resting.length_B, resting.rows)]
-            if self.shapes.rows[-1] > 1:
-                states.append(self.empty(window))
-            for state in states:
-                nobody = np.full((state.shape[0],), -1, np.int32)
-                for gamma in self.shapes.gammas:
-                    state, report = self.step(state, nobody, gamma)
-                    report.packed.block_until_ready()
+    def _prepare(self, program: Program) -> None:
+        """Compiles a program, and runs a step once on rows at rest: its first call takes several times as long."""
+        self._get(program)
+        if program.name == "step":
+            with self._rehearsal:
+                state = jax.tree.map(
+                    lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding),
+                    self.abstract_state(program.rows, program.window),
+                )
+                _, report = self.step(state, np.full((program.rows,), -1, np.int32), program.size)
+                report.packed.block_until_ready()
 
     def start(self, tokens_BS: np.ndarray, length_B: np.ndarray, rows: Any) -> DecodeState:
         """See ``Decoder.start``; one row."""

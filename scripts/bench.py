@@ -255,11 +255,21 @@ def ready(model: Path) -> dict[str, float]:
     code = (
         "import sys; from jaxspec.engine.engine import Engine; "
         f"e = Engine.load(sys.argv[1], max_slots={SLOTS}, max_len={LENGTH}, compilation_cache=sys.argv[2]); "
-        "e.warmup(); e.close()"
+        "e.warmup(); print('ready', flush=True); e.close()"
     )
-    with tempfile.TemporaryDirectory() as cache:
+
+    def until_ready(cache: str) -> float:
         command = [sys.executable, "-c", code, str(model), cache]
-        cold, warm = (seconds(lambda: subprocess.run(command, check=True, cwd=ROOT)) for _ in range(2))
+        start = time.perf_counter()
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+            line = child.stdout.readline() if child.stdout else ""
+            elapsed = time.perf_counter() - start
+        if line != "ready\n" or child.returncode:
+            raise RuntimeError(f"the engine did not become ready (status {child.returncode})")
+        return elapsed
+
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = until_ready(cache), until_ready(cache)
     return {"cold_s": round(cold, 1), "warm_s": round(warm, 1)}
 
 

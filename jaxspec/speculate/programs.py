@@ -92,7 +92,7 @@ class Programs:
         return programs
 
     def compile_all(
-        self, on_progress: Callable[[int, int], None] | None = None, windows: int | None = None, threads: int = 2
+        self, on_progress: Callable[[int, int], None] | None = None, windows: int | None = None, threads: int = 4
     ) -> None:
         """Compiles every planned program and runs each step once. Nothing is left for the first request to wait for."""
         planned = self.planned(windows)

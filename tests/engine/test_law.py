@@ -35,9 +35,9 @@ def prompts(count: int, size: int) -> list[list[int]]:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_position_of_a_round_follows_the_target(options, near_draft):
     """A02, A14: drafts, corrections and the bonus of rounds of four, drawn and judged under the same filters."""
-    jobs = [Job(p, sampling(41, seed, **OPTIONS[options]), 4) for seed, p in enumerate(prompts(96, 5))]
+    jobs = [Job(p, sampling(41, seed, **OPTIONS[options]), 4) for seed, p in enumerate(prompts(80, 5))]
     ranks = Ranks(near_draft, jobs, near_draft.chunks(jobs))
-    for offset, at_least in (("plain", 500), (0, 400), (1, 300), (2, 200), (3, 150), (4, 100)):
+    for offset, at_least in (("plain", 500), (0, 400), (1, 300), (2, 200), (3, 150), (4, 90)):
         ranks.assert_uniform(offset, at_least)
     assert abs(ranks.z) < 5
 
@@ -51,9 +51,9 @@ def test_a_poor_draft_is_corrected_by_the_residual(tiny_draft):
 
 
 COPIED = {
-    "t0.7": ({"temperature": 0.7}, 1, {0: 1000, 1: 300}),
-    "top_k": ({"temperature": 1.0, "top_k": 4}, 1, {0: 1000, 1: 300}),
-    "top_p": ({"temperature": 0.7, "top_p": 0.6}, 4, {"plain": 500, 0: 200, 1: 100, 2: 60}),
+    "t0.7": ({"temperature": 0.7}, 1, {0: 700, 1: 200}),
+    "top_k": ({"temperature": 1.0, "top_k": 4}, 1, {0: 700, 1: 200}),
+    "top_p": ({"temperature": 0.7, "top_p": 0.6}, 4, {"plain": 500, 0: 150, 1: 80, 2: 40}),
 }
 
 
@@ -64,7 +64,7 @@ def test_copied_drafts_are_judged_by_the_target_alone(case, loop):
     jobs = []
     for seed, prompt in enumerate(prompts(12, 5)):
         long = [*prompt, *loop.run(prompt, sampling(150, seed, **options), 0).token_ids]
-        jobs += [Job(long, sampling(60, 1000 + 16 * seed + i, **options), gamma) for i in range(4)]
+        jobs += [Job(long, sampling(60, 1000 + 16 * seed + i, **options), gamma) for i in range(3)]
     ranks = Ranks(loop, jobs, loop.chunks(jobs))
     for offset, at_least in offsets.items():
         ranks.assert_uniform(offset, at_least)
@@ -84,10 +84,10 @@ def test_a_draft_that_is_the_target_is_always_accepted(self_draft):
 
 
 def test_the_first_three_tokens_after_one_prompt_have_the_exact_joint_law(near_draft):
-    """The plain picture: 27 outcomes of top_k=3, counted over 800 seeds that stream through the slots."""
+    """The plain picture: 27 outcomes of top_k=3, counted over 600 seeds that stream through the slots."""
     prompt = prompts(1, 5)[0]
     options = {"temperature": 0.9, "top_k": 3}
-    jobs = [Job(prompt, sampling(3, seed, **options), 4) for seed in range(800)]
+    jobs = [Job(prompt, sampling(3, seed, **options), 4) for seed in range(600)]
     counts: dict[tuple[int, ...], int] = {}
     for done in near_draft.run_all(jobs):
         counts[done.token_ids] = counts.get(done.token_ids, 0) + 1

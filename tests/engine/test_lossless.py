@@ -19,9 +19,9 @@ def jobs_of(goldens, gammas):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_alone_every_gamma_gives_the_reference_text(drafter, goldens, request):
     rig: Rig = request.getfixturevalue(drafter)
-    gammas = (0, 4, 8) if drafter == "tiny_draft" else range(9)  # the others compile what they need ahead
+    gammas = (0, 2, 8) if drafter == "tiny_draft" else range(9)  # the others compile what they need ahead
     for gamma in gammas:
-        for name in PROMPTS if gamma in (0, 4) else PROMPTS[1:2]:
+        for name in PROMPTS if gamma in (0, gammas[-1]) else PROMPTS[1:2]:
             done = rig.run(goldens[name].ids, greedy(64), gamma)
             assert list(done.token_ids) == goldens[name].greedy, (name, gamma)
             assert done.summary.speculation.num_spec_steps == 0 or gamma > 0
@@ -32,7 +32,7 @@ def test_alone_every_gamma_gives_the_reference_text(drafter, goldens, request):
 def test_together_mixed_lengths_and_gammas_give_the_reference_text(drafter, goldens, request):
     """A22, A28: 32 requests of four lengths and all gammas stream through the slots."""
     rig: Rig = request.getfixturevalue(drafter)
-    names, jobs = jobs_of(goldens, (4, 0, 8, 4, 8, 0, 4, 8) if drafter == "tiny_draft" else (1, 2, 3, 4, 5, 6, 7, 8))
+    names, jobs = jobs_of(goldens, (1, 0, 8, 2, 7, 0, 2, 8) if drafter == "tiny_draft" else (1, 2, 3, 4, 5, 6, 7, 8))
     for name, job, done in zip(names, jobs, rig.run_all(jobs), strict=True):
         assert list(done.token_ids) == goldens[name].greedy, (name, job.gamma)
     if drafter in ("self_draft", "near_draft"):
@@ -69,7 +69,7 @@ def test_lookups_that_succeed_give_the_plain_text_in_fewer_passes(loop):
 def test_a_mesh_of_four_gives_the_reference_text(mesh4, near_draft, goldens):
     """A17: the tokens are one device's, alone and together, sampled too; heads, ffn and vocabulary are split."""
     assert mesh4.engine.server_info().mesh == {"data": 1, "model": 4}
-    for name in PROMPTS:
+    for name in ("p7", "p150"):
         assert list(mesh4.run(goldens[name].ids, greedy(64), 4).token_ids) == goldens[name].greedy, name
     names = ("p33", "p1", "p150", "p7")
     jobs = [Job(goldens[name].ids, greedy(64), gamma) for name, gamma in zip(names, (4, 3, 0, 4), strict=True)]

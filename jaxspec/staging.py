@@ -8,14 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-_LOCK: Final = "lock"
+_OLD: Final = "old-"
 
 
 class StagedFolder:
     """Collects files in a hidden sibling of ``dst`` and renames it to ``dst`` at the end.
 
-    A process that dies leaves only the hidden sibling, which no reader opens. Its lock dies with it, and that is how
-    the next writer to the same destination knows that it may clear it away.
+    A process that dies leaves only the hidden sibling, which no reader opens. The lock on that folder dies with it, and
+    that is how the next writer to the same destination knows that it may clear it away. The folder itself is locked,
+    not a file in it, which a kill could leave unmade or already removed.
     """
 
     def __init__(self, dst: Path) -> None:
@@ -41,9 +42,9 @@ class StagedFolder:
                 self._made_parents.insert(0, parent)
             self._clear_abandoned()
             self._path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._dst.parent))
-            self._path.chmod(0o755)
-            self._lock = os.open(self._path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = os.open(self._path, os.O_RDONLY)
+            _try_lock(self._lock)
+            self._path.chmod(0o755)  # fails, rather than later, if another writer took it for abandoned before the lock
         except BaseException:
             self.discard()
             raise
@@ -65,10 +66,9 @@ class StagedFolder:
             for name in files:
                 _sync(Path(folder, name))
             _sync(Path(folder))
-        (staged / _LOCK).unlink()
         replaced = None
         if self._dst.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f"{self._prefix}old-", dir=self._dst.parent))
+            replaced = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{_OLD}", dir=self._dst.parent))
             self._dst.rename(replaced / self._dst.name)
         try:
             staged.rename(self._dst)
@@ -81,39 +81,51 @@ class StagedFolder:
         self._made_parents = []
         _sync(self._dst.parent)
         if replaced is not None:
-            shutil.rmtree(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
+        self._unlock()
 
     def discard(self) -> None:
         """Removes whatever was not published."""
         if self._path is not None:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._unlock()
         for parent in self._made_parents:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         self._made_parents = []
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @property
     def _prefix(self) -> str:
         return f".{self._dst.name}.partial-"
 
     def _clear_abandoned(self) -> None:
-        for sibling in self._dst.parent.glob(f"{glob.escape(self._prefix)}*/{_LOCK}"):
+        for sibling in self._dst.parent.glob(f"{glob.escape(self._prefix)}*"):
+            if sibling.name.startswith(f"{self._prefix}{_OLD}") and not self._dst.exists():
+                continue  # killed between two renames: the only copy of what was there
             try:
-                lock = os.open(sibling, os.O_RDWR)
+                lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:
                 continue
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue  # its writer lives
-            else:
-                shutil.rmtree(sibling.parent, ignore_errors=True)
+                if _try_lock(lock):
+                    shutil.rmtree(sibling, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def _try_lock(folder: int) -> bool:
+    """Whether the lock is ours now. Where the file system has no locks nobody has, and nothing is cleared."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -121,6 +121,32 @@ def test_only_abandoned_stages_are_cleared(tmp_path) -> None:
     assert not abandoned.exists()
 
 
+def test_a_stage_whose_writer_died_at_its_first_or_last_moment_is_cleared(tmp_path) -> None:
+    """Nothing in it yet, or all of it and about to be renamed: there is no file in a stage that tells of its writer."""
+    for name, files in ((".out.partial-first", ()), (".out.partial-last", ("manifest.json", "config.json"))):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("{}")
+    stage = StagedFolder(tmp_path / "out")
+    stage.create()
+    assert list(tmp_path.iterdir()) == [stage.path]
+    stage.discard()
+
+
+def test_what_was_moved_aside_is_kept_until_something_took_its_place(tmp_path) -> None:
+    aside = tmp_path / ".out.partial-old-1" / "out"
+    aside.mkdir(parents=True)
+    stage = StagedFolder(tmp_path / "out")
+    stage.create()
+    assert aside.exists(), "the only copy"
+    stage.publish()
+    second = StagedFolder(tmp_path / "out")
+    second.create()
+    assert not aside.exists()
+    second.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_memory_stays_near_the_largest_tensor(tmp_path) -> None:
     """The model is 160 MB, its largest tensor 16. Allowed: twice that tensor, and some slack for the allocator."""
     sizes = makers.Sizes(V=16001, D=256, F=1301, N=8, K=2, H=32, L=31)

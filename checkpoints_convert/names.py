@@ -136,6 +136,14 @@ def place(tensor: np.ndarray, leaf: np.ndarray, slot: Slot, config: LlamaConfig,
     target[...] = tensor.reshape(target.shape)
 
 
+def take(leaf: np.ndarray, slot: Slot, config: LlamaConfig, dialect: Dialect) -> np.ndarray:
+    """The inverse of :func:`place`: what a source tensor of this dialect holds, in its shape; a view where one can be."""
+    tensor = slot.part.view(leaf, config.group_size).reshape(slot.shape)
+    if slot.part.heads and dialect in INTERLEAVED:
+        tensor = interleaved_rows(tensor, _sizes(config)[slot.part.heads])
+    return tensor
+
+
 def half_split_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from interleaved rotary pairs (0, 0', 1, 1', ...) to halves (0, 1, ..., 0', 1', ...).
 

@@ -1,0 +1,1 @@
+"""The way out: checkpoints of ours in the formats of others."""

@@ -29,16 +29,34 @@ class Silent:
 
 
 class Lines:
-    """One line per finished stage, for logs and pipes."""
+    """For logs and pipes: one line per finished stage, and one every ten seconds within a long one."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, every: float = 10.0) -> None:
         self._out = out
+        self._every = every
 
     @contextlib.contextmanager
     def stage(self, name: str, total_bytes: int) -> Iterator[Advance]:
-        start = time.monotonic()
-        yield lambda done: None
-        print(f"{name}: {total_bytes / 1e6:.1f} MB in {time.monotonic() - start:.1f} s", file=self._out, flush=True)
+        start = last = time.monotonic()
+        done = 0
+
+        def advance(more: int) -> None:
+            nonlocal done, last
+            done += more
+            now = time.monotonic()
+            if now - last >= self._every and 0 < done < total_bytes:
+                last = now
+                rate = done / (now - start)
+                self._say(
+                    f"{name}: {done / total_bytes:.0%} of {total_bytes / 1e6:,.0f} MB, {rate / 1e6:,.0f} MB/s, "
+                    f"{(total_bytes - done) / rate:.0f} s left"
+                )
+
+        yield advance
+        self._say(f"{name}: {total_bytes / 1e6:.1f} MB in {time.monotonic() - start:.1f} s")
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
 
 
 class Bars:

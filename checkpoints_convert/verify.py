@@ -1,16 +1,19 @@
 """Is a checkpoint what it says, and what its source says?"""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.engine import Plan, make_plan
+from checkpoints_convert.engine import Plan, fill_group, make_plan
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.progress import Reporter
 from checkpoints_convert.readers import open_source
-from jaxspec.checkpoint import STORED_DTYPES, Checkpoint, open_checkpoint, read_group, tensor_sha256
+from jaxspec.checkpoint import Checkpoint, open_checkpoint, read_stored, tensor_sha256
+from jaxspec.checkpoint.int8 import dequantize
+from jaxspec.checkpoint.manifest import SCALE
 from jaxspec.text import Tokenizer
 
 
@@ -35,59 +38,79 @@ class Verified:
 def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
     """Recomputes the sha256 of every stored tensor, and with ``against`` compares each with the source.
 
-    A tensor that was stored in another dtype than the source's must be the source's value, rounded. Raises UserError
-    when the checkpoint or the source cannot be opened.
+    A tensor that was stored in another dtype than the source's must be the source's value, rounded; one stored as int8
+    must be what quantising the source gives. Raises UserError when the checkpoint or the source cannot be opened.
     """
     checkpoint = open_checkpoint(path)
-    plan = None if against is None else make_plan(open_source(against, "auto"), "keep")
+    records = checkpoint.manifest.tensors
+    plan: Plan | None = None
     findings = Findings()
-    if plan is not None:
+    if against is not None:
+        int8 = any(record.dtype == "int8" for record in records.values())
+        plan = make_plan(open_source(against, "auto"), "keep", int8=int8)
         _compare_configs(checkpoint, plan, findings)
     worst: Difference | None = None
-    nbytes = 0
-    total = sum(record.nbytes for record in checkpoint.manifest.tensors.values())
+    total = sum(record.nbytes for record in records.values())
     with progress.stage("verifying", total) as advance:
-        for name, stored in _stored_tensors(checkpoint, findings):
-            if tensor_sha256(stored) != checkpoint.manifest.tensors[name].sha256:
-                findings.add(f"{name}: its sha256 is not the manifest's")
-            if plan is not None and name in plan.leaves and plan.leaves[name].spec.shape == stored.shape:
-                found = _difference(name, stored, plan, findings)
-                worst = found if worst is None or found.max_abs > worst.max_abs else worst
-            nbytes += stored.nbytes
-            advance(stored.nbytes)
+        for group, names in _groups(checkpoint, plan):
+            stored: dict[str, np.ndarray] = {}
+            with findings.collecting():
+                stored = read_stored(checkpoint, group)
+            for name, array in stored.items():
+                if tensor_sha256(array) != records[name].sha256:
+                    findings.add(f"{name}: its sha256 is not the manifest's")
+                advance(array.nbytes)
+            if plan is not None:
+                for found in _differences(stored, plan, names, findings):
+                    worst = found if worst is None or found.max_abs > worst.max_abs else worst
     _check_tokenizer(checkpoint, findings)
-    return Verified(len(checkpoint.manifest.tensors), nbytes, worst, tuple(findings.lines))
+    return Verified(len(records), total, worst, tuple(findings.lines))
 
 
-def _stored_tensors(checkpoint: Checkpoint, findings: Findings) -> Iterator[tuple[str, np.ndarray]]:
-    for group in checkpoint.groups():
-        tensors: dict[str, np.ndarray] = {}
-        with findings.collecting():
-            tensors = read_group(checkpoint, group)
-        yield from tensors.items()
+def _groups(checkpoint: Checkpoint[Any], plan: Plan | None) -> Iterator[tuple[str, list[str]]]:
+    """The checkpoint's groups with their parameters, in the order in which a source is read forward."""
+    groups = checkpoint.groups()
+    order = groups if plan is None else [group for group in plan.groups() if group in groups]
+    for group in [*order, *(group for group in groups if group not in order)]:
+        yield group, [name for name in groups[group] if name in checkpoint.specs]
 
 
-def _compare_configs(checkpoint: Checkpoint, plan: Plan, findings: Findings) -> None:
+def _compare_configs(checkpoint: Checkpoint[Any], plan: Plan, findings: Findings) -> None:
     ours, theirs = checkpoint.config.to_json(), plan.source.config.to_json()
     for key, value in theirs.items():
         if ours[key] != value:
             findings.add(f"config.json: {key} is {ours[key]!r}, the source says {value!r}")
 
 
-def _difference(name: str, stored: np.ndarray, plan: Plan, findings: Findings) -> Difference:
+def _differences(
+    stored: Mapping[str, np.ndarray], plan: Plan, names: Iterable[str], findings: Findings
+) -> Iterator[Difference]:
     """Compares bits with what a conversion to the stored dtype gives, and values with the source's own."""
-    source = plan.fill(name)
-    unequal = _unequal_bits(stored, source.astype(stored.dtype, copy=False))
-    if unequal:
-        findings.add(f"{name}: differs from the source in {unequal} of {stored.size} values")
-    if source.dtype == stored.dtype and not unequal:
-        return Difference(name, 0.0)
-    one, other = stored.astype(np.float32, copy=False), source.astype(np.float32, copy=False)
+    fits = [name for name in names if name in stored and name in plan.leaves]
+    fits = [name for name in fits if plan.leaves[name].spec.shape == stored[name].shape]
+    source = plan.fill(fits)
+    for name in fits:
+        values = source.pop(name)
+        if name + SCALE in stored:
+            expected = fill_group(plan, [name]).tensors
+            unequal = sum(_unequal_bits(stored[key], expected[key]) for key in (name, name + SCALE))
+            ours = dequantize(stored[name], stored[name + SCALE])
+        else:
+            ours = stored[name]
+            unequal = _unequal_bits(ours, values.astype(ours.dtype, copy=False))
+        if unequal:
+            findings.add(f"{name}: differs from the source in {unequal} of {values.size} values")
+        exact = values.dtype == ours.dtype and not unequal and name + SCALE not in stored
+        yield Difference(name, 0.0 if exact else _max_abs(ours, values))
+
+
+def _max_abs(one: np.ndarray, other: np.ndarray) -> float:
+    one, other = one.astype(np.float32, copy=False), other.astype(np.float32, copy=False)
     with np.errstate(invalid="ignore"):
         apart = np.abs(one - other)
     # A NaN on both sides, or the same infinity, is no difference; on one side alone it is the worst there is.
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    return Difference(name, float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max()))
+    return float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max())
 
 
 def _unequal_bits(one: np.ndarray, other: np.ndarray) -> int:
@@ -95,7 +118,7 @@ def _unequal_bits(one: np.ndarray, other: np.ndarray) -> int:
     return int((one.reshape(-1).view(width) != other.reshape(-1).view(width)).sum())
 
 
-def _check_tokenizer(checkpoint: Checkpoint, findings: Findings) -> None:
+def _check_tokenizer(checkpoint: Checkpoint[Any], findings: Findings) -> None:
     if checkpoint.tokenizer_dir is None:
         return
     with findings.collecting():
@@ -105,14 +128,3 @@ def _check_tokenizer(checkpoint: Checkpoint, findings: Findings) -> None:
                 f"tokenizer: its fingerprint is {fingerprint}, "
                 f"the manifest says {checkpoint.manifest.tokenizer_fingerprint}"
             )
-
-
-def dtype_totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
-    """Per stored dtype: tensors, parameters, bytes."""
-    totals = {}
-    for dtype in STORED_DTYPES:
-        records = [record for record in checkpoint.manifest.tensors.values() if record.dtype == dtype]
-        if records:
-            nbytes = sum(record.nbytes for record in records)
-            totals[dtype] = (len(records), nbytes // STORED_DTYPES[dtype].itemsize, nbytes)
-    return totals

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 _OLD: Final = "old-"
+_KEY: Final = "resume-key"
 
 
 class StagedFolder:
@@ -40,11 +41,14 @@ class StagedFolder:
             for parent in reversed(missing):
                 parent.mkdir(exist_ok=True)
                 self._made_parents.insert(0, parent)
-            self._clear_abandoned()
-            self._path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._dst.parent))
-            self._lock = os.open(self._path, os.O_RDONLY)
-            _try_lock(self._lock)
-            self._path.chmod(0o755)  # fails, rather than later, if another writer took it for abandoned before the lock
+            self._take_up_or_clear_abandoned()
+            if self._path is None:
+                self._path = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._dst.parent))
+                self._lock = os.open(self._path, os.O_RDONLY)
+                _try_lock(self._lock)
+                self._path.chmod(0o755)  # fails, rather than later, if another writer took it before the lock
+                if self._key is not None:
+                    self.write_text(_KEY, self._key)
         except BaseException:
             self.discard()
             raise
@@ -62,10 +66,8 @@ class StagedFolder:
     def publish(self) -> None:
         """Syncs everything to disk and renames the folder to ``dst``, in place of what was there."""
         staged = self.path
-        for folder, _, files in os.walk(staged):
-            for name in files:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
+        (staged / _KEY).unlink(missing_ok=True)
+        sync_tree(staged)
         replaced = None
         if self._dst.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{_OLD}", dir=self._dst.parent))
@@ -82,6 +84,12 @@ class StagedFolder:
         _sync(self._dst.parent)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
+        self._unlock()
+
+    def leave(self) -> None:
+        """Leaves what is there to the next writer with the same key."""
+        self._path = None
+        self._made_parents = []
         self._unlock()
 
     def discard(self) -> None:
@@ -104,19 +112,28 @@ class StagedFolder:
     def _prefix(self) -> str:
         return f".{self._dst.name}.partial-"
 
-    def _clear_abandoned(self) -> None:
-        for sibling in self._dst.parent.glob(f"{glob.escape(self._prefix)}*"):
+    def _take_up_or_clear_abandoned(self) -> None:
+        for sibling in sorted(self._dst.parent.glob(f"{glob.escape(self._prefix)}*")):
             if sibling.name.startswith(f"{self._prefix}{_OLD}") and not self._dst.exists():
                 continue  # killed between two renames: the only copy of what was there
             try:
                 lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:
                 continue
-            try:
-                if _try_lock(lock):
-                    shutil.rmtree(sibling, ignore_errors=True)
-            finally:
+            if not _try_lock(lock):
                 os.close(lock)
+            elif self._path is None and self._key is not None and _read(sibling / _KEY) == self._key:
+                self._path, self._lock = sibling, lock
+            else:
+                shutil.rmtree(sibling, ignore_errors=True)
+                os.close(lock)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _try_lock(folder: int) -> bool:
@@ -126,6 +143,14 @@ def _try_lock(folder: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def sync_tree(root: Path) -> None:
+    """Forces every file and folder under ``root`` to disk."""
+    for folder, _, files in os.walk(root):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
 
 
 def _sync(path: Path) -> None:

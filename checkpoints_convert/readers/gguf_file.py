@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -18,14 +18,17 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType,
 
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.readers.base import SourceTensor
+from checkpoints_convert.readers.files import SourceFile
 from jaxspec.errors import UserError
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_DIMS: Final = 4
+_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 # Smallest possible entries, for judging counts: (name length, type, one byte) and (name length, dims, type, offset).
 _MIN_FIELD: Final = 8 + 4 + 1
 _MIN_TENSOR: Final = 8 + 4 + 4 + 8
+_WINDOW_BYTES: Final = 1 << 16  # of metadata that are read at a time
 _READ_BYTES: Final = 1 << 20  # of raw blocks that are dequantised at a time
 _SCALARS: Final = {
     GGUFValueType.UINT8: "<u1",
@@ -46,7 +49,7 @@ _SCALARS: Final = {
 class GgufFile:
     """Metadata as Python values, and the tensors by name."""
 
-    path: Path
+    file: SourceFile
     fields: dict[str, Any]
     tensors: dict[str, SourceTensor]
 
@@ -62,20 +65,17 @@ class _Entry:
 def read_gguf(path: Path) -> GgufFile:
     """Reads everything but the tensor data. Raises ConversionError listing what is wrong."""
     findings = Findings()
-    try:
-        with path.open("rb") as file:
-            cursor = _Cursor(file, path.stat().st_size, path.name)
-            n_tensors, n_fields = _read_preamble(cursor)
-            fields: dict[str, Any] = {}
-            for _ in range(n_fields):
-                name = cursor.text("a metadata key")
-                value = _read_value(cursor, cursor.integer(4), name)
-                if name in fields:
-                    findings.add(f"{path.name}: duplicate metadata key {name}")
-                fields[name] = value
-            entries = [_read_entry(cursor) for _ in range(n_tensors)]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    file = SourceFile(path)
+    cursor = _Cursor(file)
+    n_tensors, n_fields = _read_preamble(cursor)
+    fields: dict[str, Any] = {}
+    for _ in range(n_fields):
+        name = cursor.text("a metadata key")
+        value = _read_value(cursor, cursor.integer(4), name)
+        if name in fields:
+            findings.add(f"{path.name}: duplicate metadata key {name}")
+        fields[name] = value
+    entries = [_read_entry(cursor) for _ in range(n_tensors)]
     alignment = fields.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         findings.add(f"{path.name}: general.alignment: expected a power of two, got {alignment!r}")
@@ -88,7 +88,7 @@ def read_gguf(path: Path) -> GgufFile:
             findings.add(f"{path.name}: duplicate tensor {entry.name}")
         with findings.collecting():
             begin = data_start + entry.offset
-            tensor, nbytes = _tensor(path, entry, begin)
+            tensor, nbytes = _tensor(file, entry, begin)
             if entry.offset % alignment:
                 findings.add(f"{path.name}: {entry.name}: offset {entry.offset} is not a multiple of {alignment}")
             if begin + nbytes > cursor.size:
@@ -102,26 +102,29 @@ def read_gguf(path: Path) -> GgufFile:
         if begin < end:
             findings.add(f"{path.name}: {name} and {other} overlap")
     findings.raise_if_any()
-    return GgufFile(path, fields, tensors)
+    return GgufFile(file, fields, tensors)
 
 
 class _Cursor:
     """Reads forward, and never past the end: a length is compared with what is left before anything is allocated."""
 
-    def __init__(self, file: BinaryIO, size: int, where: str) -> None:
+    def __init__(self, file: SourceFile) -> None:
         self._file = file
-        self.size = size
-        self.where = where
+        self._window, self._window_start = b"", 0  # small fields are cut from it
+        self.size = file.size
+        self.where = file.name
         self.position = 0
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.position:
             self.fail(f"truncated: {what} needs {count} bytes at byte {self.position}, the file has {self.size}")
+        begin = self.position - self._window_start
+        if begin + count > len(self._window):
+            length = min(max(count, _WINDOW_BYTES), self.size - self.position)
+            self._window, self._window_start = self._file.peek(self.position, length, what).tobytes(), self.position
+            begin = 0
         self.position += count
-        data = self._file.read(count)
-        if len(data) != count:
-            self.fail(f"truncated: {what} needs {count} bytes, {len(data)} could be read")
-        return data
+        return self._window[begin : begin + count]
 
     def integer(self, width: int) -> int:
         return int.from_bytes(self.take(width, "a number"), "little")
@@ -199,47 +202,47 @@ def _read_entry(cursor: _Cursor) -> _Entry:
     return _Entry(name, dims, cursor.integer(4), cursor.integer(8))
 
 
-def _tensor(path: Path, entry: _Entry, begin: int) -> tuple[SourceTensor, int]:
+def _tensor(file: SourceFile, entry: _Entry, begin: int) -> tuple[SourceTensor, int]:
     """The tensor that begins at byte ``begin`` of the file, and how many bytes it takes."""
     try:
         kind = GGMLQuantizationType(entry.type_id)
     except ValueError:
-        raise UserError(f"{path.name}: {entry.name}: unknown tensor type {entry.type_id}") from None
+        raise UserError(f"{file.name}: {entry.name}: unknown tensor type {entry.type_id}") from None
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not _can_read(kind):
-        raise UserError(f"{path.name}: {entry.name}: tensor type {kind.name} cannot be dequantised")
+        raise UserError(f"{file.name}: {entry.name}: tensor type {kind.name} cannot be dequantised")
     if min(entry.dims) < 1 or entry.dims[0] % block:
         raise UserError(
-            f"{path.name}: {entry.name}: expected rows of a multiple of {block} elements ({kind.name}), "
+            f"{file.name}: {entry.name}: expected rows of a multiple of {block} elements ({kind.name}), "
             f"got {list(entry.dims)}"
         )
     shape = tuple(reversed(entry.dims))
     row_bytes = entry.dims[0] // block * block_bytes
     rows = math.prod(entry.dims[1:])
-    read = _reader(path, entry.name, kind, begin, shape, rows, row_bytes)
-    return SourceTensor(kind.name, kind == GGMLQuantizationType.BF16, shape, path.name, read), rows * row_bytes
+    read = _reader(file, entry.name, kind, begin, shape, rows, row_bytes)
+    dtype = _BFLOAT16 if kind == GGMLQuantizationType.BF16 else _FLOAT32
+    return SourceTensor(kind.name, dtype, shape, file.name, read, (file.name, begin)), rows * row_bytes
 
 
 def _reader(
-    path: Path, name: str, kind: GGMLQuantizationType, begin: int, shape: tuple[int, ...], rows: int, row_bytes: int
+    file: SourceFile,
+    name: str,
+    kind: GGMLQuantizationType,
+    begin: int,
+    shape: tuple[int, ...],
+    rows: int,
+    row_bytes: int,
 ) -> Callable[[], np.ndarray]:
     bfloat16 = kind == GGMLQuantizationType.BF16
 
     def read() -> np.ndarray:
         # A few rows at a time: the dequantisers make several temporaries of their input's size.
-        out = np.empty((rows, shape[-1]), ml_dtypes.bfloat16 if bfloat16 else np.float32)
+        out = np.empty((rows, shape[-1]), _BFLOAT16 if bfloat16 else _FLOAT32)
         step = max(1, _READ_BYTES // row_bytes)
-        with path.open("rb") as file:
-            file.seek(begin)
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
-                raw = np.frombuffer(file.read(count * row_bytes), np.uint8)
-                if raw.size != count * row_bytes:
-                    raise UserError(f"{path.name}: {name}: the file shrank while it was read")
-                blocks = raw.reshape(count, row_bytes)
-                out[first : first + count] = (
-                    blocks.view(ml_dtypes.bfloat16) if bfloat16 else quants.dequantize(blocks, kind)
-                )
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            blocks = file.read(begin + first * row_bytes, count * row_bytes, name).reshape(count, row_bytes)
+            out[first : first + count] = blocks.view(_BFLOAT16) if bfloat16 else quants.dequantize(blocks, kind)
         return out.reshape(shape)
 
     return read

@@ -9,6 +9,7 @@ from typing import Any, Final
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.names import Dialect, head_name
 from checkpoints_convert.readers.base import SourceTensor
+from checkpoints_convert.readers.files import SourceFile
 from checkpoints_convert.readers.hf_config import llama_config
 from checkpoints_convert.readers.jsonfile import read_object
 from checkpoints_convert.readers.safetensors import read_directory
@@ -33,7 +34,7 @@ class HfSource:
     folder: Path
     config: LlamaConfig
     tensors: Mapping[str, SourceTensor]
-    files: Mapping[str, Path]
+    files: Mapping[str, SourceFile]
     dialect: Dialect = "hf"
 
     def write_tokenizer(self, dst: Path) -> bool:
@@ -44,12 +45,11 @@ def open_hf(folder: Path) -> HfSource:
     """Opens a folder. Raises ConversionError with everything that is missing or contradictory in it."""
     findings = Findings()
     weights: dict[str, SourceTensor] = {}
-    shards: list[str] = []
+    shards: dict[str, SourceFile] = {}
     with findings.collecting():
         shards, weights = _read_weights(folder)
     weights_found = not findings.lines
     config: LlamaConfig | None = None
-    names = [*shards, "config.json"]
     generation: dict[str, Any] = {}
     with findings.collecting():
         if (folder / GENERATION).is_file():
@@ -59,9 +59,9 @@ def open_hf(folder: Path) -> HfSource:
         config = llama_config(read_object(folder / "config.json"), generation, has_head=has_head)
     findings.raise_if_any()
     assert config is not None
-    names += [INDEX] if shards != [SINGLE] else []
+    names = ["config.json", *([INDEX] if (folder / INDEX).is_file() else [])]
     names += [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return HfSource(folder, config, weights, {name: folder / name for name in names})
+    return HfSource(folder, config, weights, shards | {name: SourceFile(folder / name) for name in names})
 
 
 def copy_tokenizer(folder: Path, dst: Path) -> bool:
@@ -74,24 +74,27 @@ def copy_tokenizer(folder: Path, dst: Path) -> bool:
     return True
 
 
-def _read_weights(folder: Path) -> tuple[list[str], dict[str, SourceTensor]]:
-    """Names of the weight files that count, and their tensors. An index decides alone; stray files are not read."""
+def _read_weights(folder: Path) -> tuple[dict[str, SourceFile], dict[str, SourceTensor]]:
+    """The weight files that count, and their tensors. An index decides alone; stray files are not read."""
     findings = Findings()
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
-            return [SINGLE], read_directory(folder / SINGLE)
+            file = SourceFile(folder / SINGLE)
+            return {SINGLE: file}, read_directory(file)
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         found = f"only {', '.join(others)}" if others else "none"
         findings.add(f"expected {SINGLE}, or shards with {INDEX}, in {folder}, found {found}")
         findings.raise_if_any()
     expected = _read_index(folder)
+    files: dict[str, SourceFile] = {}
     weights: dict[str, SourceTensor] = {}
     for shard, names in expected.items():
         if not (folder / shard).is_file():
             findings.add(f"{shard}: listed in {INDEX}, not in the folder")
             continue
         with findings.collecting():
-            directory = read_directory(folder / shard)
+            files[shard] = SourceFile(folder / shard)
+            directory = read_directory(files[shard])
             for name in sorted(names - set(directory)):
                 findings.add(f"{name}: {INDEX} says it is in {shard}, it is not")
             for name in sorted(set(directory) - names):
@@ -103,7 +106,7 @@ def _read_weights(folder: Path) -> tuple[list[str], dict[str, SourceTensor]]:
                 )
             weights |= directory
     findings.raise_if_any()
-    return list(expected), weights
+    return files, weights
 
 
 def _read_index(folder: Path) -> dict[str, set[str]]:

@@ -33,18 +33,18 @@ def product(x: jax.Array, weight: jax.Array, n_in: int) -> jax.Array:
 class Linear(nnx.Module):
     """A weight [out..., in...] and its :func:`product`."""
 
-    def __init__(self, spec: ParamSpec, n_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.n_in = n_in
-        self.weight = nnx.Param(initial_weight(spec.shape, n_in, dtype, rngs))
+    def __init__(self, spec: ParamSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.n_in = spec.n_in
+        self.weight = nnx.Param(initial_weight(spec, dtype, rngs))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return product(x, self.weight[...], self.n_in)
 
 
-def initial_weight(shape: tuple[int, ...], n_in: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> jax.Array:
+def initial_weight(spec: ParamSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> jax.Array:
     """Normal weights with variance 1 / fan-in."""
-    scale = 1 / math.sqrt(math.prod(shape[len(shape) - n_in :]))
-    return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+    scale = 1 / math.sqrt(math.prod(spec.shape[len(spec.shape) - spec.n_in :]))
+    return (scale * jax.random.normal(rngs.params(), spec.shape, jnp.float32)).astype(dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -83,11 +83,11 @@ class DecoderLayer(nnx.Module):
         self.groups = config.group_size
         self.sharding = sharding
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.qkv = Linear(specs["qkv"], 1, dtype, rngs)
-        self.o = Linear(specs["o"], 3, dtype, rngs)
+        self.qkv = Linear(specs["qkv"], dtype, rngs)
+        self.o = Linear(specs["o"], dtype, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.gate_up = Linear(specs["gate_up"], 1, dtype, rngs)
-        self.down = Linear(specs["down"], 1, dtype, rngs)
+        self.gate_up = Linear(specs["gate_up"], dtype, rngs)
+        self.down = Linear(specs["down"], dtype, rngs)
 
     def __call__(
         self, x_BTD: jax.Array, cache: LayerCache, positions_BT: jax.Array, cos: jax.Array, sin: jax.Array

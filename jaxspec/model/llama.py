@@ -27,7 +27,7 @@ class Embedding(nnx.Module):
     """The token table [V, D]; also the head of a model with tied embeddings."""
 
     def __init__(self, spec: ParamSpec, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.weight = nnx.Param(initial_weight(spec.shape, 1, dtype, rngs))
+        self.weight = nnx.Param(initial_weight(spec, dtype, rngs))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return self.weight[...][tokens_BT].astype(jnp.float32)
@@ -44,7 +44,7 @@ class Llama(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, sharding, dtype, rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(specs["lm_head"], 1, dtype, rngs)
+            self.lm_head = Linear(specs["lm_head"], dtype, rngs)
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache) -> Output:
         """One pass over tokens_BT at positions_BT of each row.

@@ -4,6 +4,7 @@
 the slow imports, so that a dozen of them cost seconds.
 """
 
+import hashlib
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpoints_convert import convert
 from checkpoints_convert.cli import main
 from jaxspec.checkpoint import open_checkpoint
 from jaxspec.errors import UserError
@@ -53,35 +55,51 @@ def loads(dst: Path) -> bool:
     return True
 
 
-def kill(src: Path, dst: Path) -> dict:
-    """Kills conversions spread over the time that one takes from its first file on, then lets one finish."""
+def digest(dst: Path) -> str:
+    """Of every file of a checkpoint but Orbax's own bookkeeping, which has times in it."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in dst.rglob("*") if path.is_file() and not path.name.startswith("_")):
+        digest.update(str(path.relative_to(dst)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
-    def convert() -> int:
-        return main(["to-orbax", str(src), str(dst)])
+
+def kill(src: Path, dst: Path) -> dict:
+    """Kills conversions spread over the time that one takes from its first file on; each is then run again."""
+    said = dst.with_name("resumed")
+
+    def once() -> int:
+        said.write_text(str(len(convert(src, dst).resumed)))
+        return 0
+
+    def clear() -> None:
+        shutil.rmtree(dst, ignore_errors=True)
+        for name in siblings(dst):
+            shutil.rmtree(dst.parent / name)
 
     def wait_for_stage() -> None:
         while not siblings(dst) and not dst.exists():
             time.sleep(0.0005)
 
-    process = start(convert)
+    process = start(once)
     wait_for_stage()
     began = time.monotonic()
     status = finish(process)
     took = time.monotonic() - began
+    whole = digest(dst)
     seen = []
     for number in range(KILLS):
-        shutil.rmtree(dst, ignore_errors=True)
-        process = start(convert)
-        # The leftovers of the child before are there until this one clears them: wait for its own.
-        before = siblings(dst)
-        while siblings(dst) in ([], before) and not dst.exists():
-            time.sleep(0.0005)
+        clear()
+        process = start(once)
+        wait_for_stage()
         time.sleep(took * number / KILLS)
         os.kill(process, signal.SIGKILL)
         finish(process)
-        seen.append({"exists": dst.exists(), "loads": loads(dst), "left": len(siblings(dst))})
-    shutil.rmtree(dst, ignore_errors=True)
-    return {"first": status, "killed": seen, "rerun": finish(start(convert)), "left": siblings(dst), "ok": loads(dst)}
+        killed = {"exists": dst.exists(), "loads": loads(dst), "left": len(siblings(dst))}
+        if not dst.exists():
+            killed["rerun"] = finish(start(once))
+            killed["resumed"] = int(said.read_text())
+        seen.append(killed | {"same": digest(dst) == whole, "left_at_last": siblings(dst)})
+    return {"first": status, "killed": seen}
 
 
 def full(src: Path, dst: Path) -> dict:

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from checkpoints_convert import convert
-from jaxspec.checkpoint import group_and_leaf, open_checkpoint, restore_params
+from jaxspec.checkpoint import open_checkpoint, restore_params
+from jaxspec.checkpoint.manifest import group_and_leaf
 from jaxspec.errors import UserError
 from jaxspec.model.params import param_specs
 from jaxspec.sharding import Sharding
@@ -138,12 +139,12 @@ def test_shardings_must_name_exactly_the_parameters(tiny_models) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "named"),
     [
-        ("manifest.json", lambda data: data.update(format_version=2), "expected format version 1, got 2"),
+        ("manifest.json", lambda data: data.update(format_version=1), "expected format version 2, got 1"),
         ("manifest.json", lambda data: data.update(color="red"), "unknown key 'color'"),
         ("manifest.json", lambda data: data.pop("family"), "missing key 'family'"),
         ("manifest.json", lambda data: data["tensors"].pop("layers.1.o"), "the manifest lacks layers.1.o"),
         ("manifest.json", lambda data: data["tensors"]["embed"].update(shape=[512, 63]), r"\[512, 64\].*\[512, 63\]"),
-        ("manifest.json", lambda data: data["tensors"]["embed"].update(dtype="int8"), "expected dtype float32"),
+        ("manifest.json", lambda data: data["tensors"]["embed"].update(dtype="int7"), "expected dtype float32"),
         ("manifest.json", lambda data: data["tensors"]["embed"].update(crc=1), "tensors.embed: unknown key 'crc'"),
         ("manifest.json", lambda data: data.update(tensors=[]), "tensors: expected a JSON object"),
         ("config.json", lambda data: data.update(num_layers=5), "the manifest lacks layers.4.qkv"),
@@ -189,4 +190,5 @@ def test_a_source_folder_is_not_a_checkpoint(shared) -> None:
 
 def test_groups_by_name() -> None:
     assert group_and_leaf("layers.11.gate_up") == ("layers.11", "gate_up")
-    assert group_and_leaf("lm_head") == ("embed", "lm_head")
+    assert group_and_leaf("layers.11.gate_up_scale") == ("layers.11", "gate_up_scale")
+    assert group_and_leaf("lm_head") == (*group_and_leaf("lm_head_scale")[:1], "lm_head")

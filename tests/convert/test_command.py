@@ -37,7 +37,7 @@ def test_converting_says_what_was_written_and_one_line_per_stage(source, tmp_pat
     assert status == 0
     assert re.search(r"out: [\d,]+ parameters, 21 tensors, float32, llama unknown", out)
     assert "takes and gives token ids only" in out
-    assert [line.split(":")[0] for line in err] == ["hashing sources", "converting", "syncing to disk"]
+    assert [line.split(":")[0] for line in err] == ["converting", "hashing the rest", "syncing to disk"]
 
 
 def test_the_module_runs_as_a_command(source, tmp_path) -> None:
@@ -45,8 +45,8 @@ def test_the_module_runs_as_a_command(source, tmp_path) -> None:
     done = subprocess.run([*command, "to-orbax", source, tmp_path / "out"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == [
-        "hashing sources",
         "converting",
+        "hashing the rest",
         "syncing to disk",
     ]
     refused = subprocess.run([*command, "to-orbax", source], capture_output=True, text=True, check=False)
@@ -66,7 +66,7 @@ def test_inspect_prints_config_manifest_and_totals(source, tmp_path, capsys) -> 
         shape = "x".join(map(str, record.shape))
         assert re.search(rf"{re.escape(name)} +bfloat16 +{shape} +{record.nbytes:,}\n", out), name
     count = checkpoint.manifest.parameter_count
-    assert f"total bfloat16  21 tensors, {count:,} parameters, {2 * count:,} bytes" in out
+    assert f"total bfloat16  21 tensors, {count:,} values, {2 * count:,} bytes" in out
 
 
 def test_inspect_and_verify_refuse_what_is_no_checkpoint(source, capsys) -> None:

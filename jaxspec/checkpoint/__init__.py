@@ -1,0 +1,28 @@
+"""The checkpoint folder: what is in it, how it is opened, restored and written.
+
+=====================  =========================================================================================
+manifest.json          :class:`Manifest`; written last, so a folder without it is no checkpoint
+config.json            :class:`jaxspec.model.config.LlamaConfig`
+params/<group>/        one Orbax item per layer, and one each for ``embed``, ``final_norm`` and ``lm_head``
+tokenizer/             tokenizer.json and its companions; absent when the source had none
+=====================  =========================================================================================
+"""
+
+from jaxspec.checkpoint.folder import Checkpoint, open_checkpoint
+from jaxspec.checkpoint.manifest import Manifest, QuantizationError, TensorRecord, tensor_sha256
+from jaxspec.checkpoint.restore import read_group, read_stored, restore_params
+from jaxspec.checkpoint.writer import CheckpointWriter, check_destination
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "Manifest",
+    "QuantizationError",
+    "TensorRecord",
+    "check_destination",
+    "open_checkpoint",
+    "read_group",
+    "read_stored",
+    "restore_params",
+    "tensor_sha256",
+]

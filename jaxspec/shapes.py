@@ -9,7 +9,7 @@ K     key/value heads                            G     query heads per kv head, 
 H     head dimension                             D     model dimension
 F     feed-forward dimension                     V     vocabulary
 L     layers                                     J     drafted tokens
-E     stop-token ids of a row
+E     stop-token ids of a row                    M     Medusa heads
 ====  =========================================  ====  =====================================
 """
 

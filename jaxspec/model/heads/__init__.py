@@ -1,0 +1,1 @@
+"""Speculative heads on a target model: Medusa, EAGLE-1 and EAGLE-3."""

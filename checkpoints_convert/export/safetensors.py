@@ -6,9 +6,9 @@ data begins at a multiple of eight), the data without gaps.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import ml_dtypes
 import numpy as np
@@ -46,8 +46,7 @@ def write_safetensors(
             if (array.dtype, array.shape) != (dtype, shape):
                 raise ValueError(f"{name}: announced as {dtype} {shape}, filled with {array.dtype} {array.shape}")
             file.seek(len(header) + begins[name])
-            for piece in _pieces(array):
-                file.write(piece)
+            _write(file, array)
             del array
 
 
@@ -72,11 +71,11 @@ def _header(directory: Directory, metadata: Mapping[str, str]) -> tuple[dict[str
     return begins, len(text).to_bytes(8, "little") + text
 
 
-def _pieces(array: np.ndarray) -> Iterator[memoryview]:
+def _write(file: BinaryIO, array: np.ndarray) -> None:
     """The bytes of an array in C order; what does not lie so in memory is copied some rows at a time."""
     if array.flags.c_contiguous:
-        yield array.reshape(-1).view(np.uint8).data
+        file.write(array.reshape(-1).view(np.uint8).data)
         return
     step = max(1, _PIECE_BYTES * len(array) // array.nbytes)
     for first in range(0, len(array), step):
-        yield np.ascontiguousarray(array[first : first + step]).reshape(-1).view(np.uint8).data
+        file.write(np.ascontiguousarray(array[first : first + step]).reshape(-1).view(np.uint8).data)

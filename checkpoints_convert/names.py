@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.model.config import LlamaConfig
 
-Dialect = Literal["hf", "gguf"]
+Dialect = Literal["hf", "gguf", "meta"]
 View = Callable[[np.ndarray, int], np.ndarray]
 
 
@@ -52,27 +52,28 @@ class Row(NamedTuple):
     names: Mapping[Dialect, str]
 
 
+def _row(leaf: str, part: Part, hf: str, gguf: str, meta: str) -> Row:
+    return Row(leaf, part, {"hf": f"{hf}.weight", "gguf": f"{gguf}.weight", "meta": f"{meta}.weight"})
+
+
+def _layer_row(leaf: str, part: Part, hf: str, gguf: str, meta: str) -> Row:
+    return _row(f"layers.{{i}}.{leaf}", part, f"model.layers.{{i}}.{hf}", f"blk.{{i}}.{gguf}", f"layers.{{i}}.{meta}")
+
+
+# Every name ends with ".weight"; those of a layer begin with "model.layers.{i}.", "blk.{i}." and "layers.{i}.".
 TABLE: Final = (
-    Row("embed", TABLE_VD, {"hf": "model.embed_tokens.weight", "gguf": "token_embd.weight"}),
-    Row(
-        "layers.{i}.attn_norm",
-        VECTOR,
-        {"hf": "model.layers.{i}.input_layernorm.weight", "gguf": "blk.{i}.attn_norm.weight"},
-    ),
-    Row("layers.{i}.qkv", Q, {"hf": "model.layers.{i}.self_attn.q_proj.weight", "gguf": "blk.{i}.attn_q.weight"}),
-    Row("layers.{i}.qkv", K, {"hf": "model.layers.{i}.self_attn.k_proj.weight", "gguf": "blk.{i}.attn_k.weight"}),
-    Row("layers.{i}.qkv", V, {"hf": "model.layers.{i}.self_attn.v_proj.weight", "gguf": "blk.{i}.attn_v.weight"}),
-    Row("layers.{i}.o", O, {"hf": "model.layers.{i}.self_attn.o_proj.weight", "gguf": "blk.{i}.attn_output.weight"}),
-    Row(
-        "layers.{i}.mlp_norm",
-        VECTOR,
-        {"hf": "model.layers.{i}.post_attention_layernorm.weight", "gguf": "blk.{i}.ffn_norm.weight"},
-    ),
-    Row("layers.{i}.gate_up", GATE, {"hf": "model.layers.{i}.mlp.gate_proj.weight", "gguf": "blk.{i}.ffn_gate.weight"}),
-    Row("layers.{i}.gate_up", UP, {"hf": "model.layers.{i}.mlp.up_proj.weight", "gguf": "blk.{i}.ffn_up.weight"}),
-    Row("layers.{i}.down", DOWN, {"hf": "model.layers.{i}.mlp.down_proj.weight", "gguf": "blk.{i}.ffn_down.weight"}),
-    Row("final_norm", VECTOR, {"hf": "model.norm.weight", "gguf": "output_norm.weight"}),
-    Row("lm_head", TABLE_VD, {"hf": "lm_head.weight", "gguf": "output.weight"}),
+    _row("embed", TABLE_VD, "model.embed_tokens", "token_embd", "tok_embeddings"),
+    _layer_row("attn_norm", VECTOR, "input_layernorm", "attn_norm", "attention_norm"),
+    _layer_row("qkv", Q, "self_attn.q_proj", "attn_q", "attention.wq"),
+    _layer_row("qkv", K, "self_attn.k_proj", "attn_k", "attention.wk"),
+    _layer_row("qkv", V, "self_attn.v_proj", "attn_v", "attention.wv"),
+    _layer_row("o", O, "self_attn.o_proj", "attn_output", "attention.wo"),
+    _layer_row("mlp_norm", VECTOR, "post_attention_layernorm", "ffn_norm", "ffn_norm"),
+    _layer_row("gate_up", GATE, "mlp.gate_proj", "ffn_gate", "feed_forward.w1"),
+    _layer_row("gate_up", UP, "mlp.up_proj", "ffn_up", "feed_forward.w3"),
+    _layer_row("down", DOWN, "mlp.down_proj", "ffn_down", "feed_forward.w2"),
+    _row("final_norm", VECTOR, "model.norm", "output_norm", "norm"),
+    _row("lm_head", TABLE_VD, "lm_head", "output", "output"),
 )
 
 # Tensors that carry nothing which the config does not say already, with the reason. Everything else must be consumed.
@@ -84,10 +85,11 @@ IGNORED: Final[Mapping[Dialect, Mapping[str, str]]] = {
         r"rope_freqs\.weight": "read into the config as rope divisors",
         r"blk\.\d+\.attn_rot_embd": "a buffer of old exports, recomputed from rope.freq_base",
     },
+    "meta": {r"rope\.freqs": "a buffer of Llama 1 and 2, recomputed from rope_theta"},
 }
 
 # Dialects that keep query and key rows as interleaved (even, odd) rotary pairs; ours are in half-split order.
-INTERLEAVED: Final[frozenset[Dialect]] = frozenset({"gguf"})
+INTERLEAVED: Final[frozenset[Dialect]] = frozenset({"gguf", "meta"})
 
 
 @dataclasses.dataclass(frozen=True)

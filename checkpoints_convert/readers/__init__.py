@@ -6,9 +6,10 @@ from typing import Final, Literal, get_args
 from checkpoints_convert.readers.base import Source, SourceTensor
 from checkpoints_convert.readers.gguf import open_gguf
 from checkpoints_convert.readers.hf import INDEX, SINGLE, open_hf
+from checkpoints_convert.readers.meta import is_meta_folder, open_meta
 from jaxspec.errors import UserError
 
-Format = Literal["auto", "hf", "gguf"]
+Format = Literal["auto", "hf", "gguf", "meta"]
 FORMATS: Final = get_args(Format)
 
 __all__ = ["FORMATS", "Format", "Source", "SourceTensor", "open_source"]
@@ -24,18 +25,24 @@ def open_source(path: Path, source_format: Format) -> Source:
             raise UserError(f"{path}: expected a GGUF file, found a folder")
         return open_gguf(path)
     if not path.is_dir():
-        raise UserError(f"{path}: expected a Hugging Face folder, found a file")
-    return open_hf(path)
+        kind = "Hugging Face" if chosen == "hf" else "Meta"
+        raise UserError(f"{path}: expected a {kind} folder, found a file")
+    return open_hf(path) if chosen == "hf" else open_meta(path)
 
 
-def _detect(path: Path) -> Literal["hf", "gguf"]:
+def _detect(path: Path) -> Literal["hf", "gguf", "meta"]:
     if path.is_file():
         with path.open("rb") as file:
             if path.suffix == ".gguf" or file.read(4) == b"GGUF":
                 return "gguf"
-        raise UserError(f"{path}: expected a Hugging Face folder or a GGUF file, found another kind of file")
+        hint = "; of Meta's format, name the folder that holds params.json" if path.suffix == ".pth" else ""
+        raise UserError(f"{path}: expected a checkpoint folder or a GGUF file, found another kind of file{hint}")
     if any((path / name).exists() for name in ("config.json", INDEX, SINGLE)):
         return "hf"
+    if is_meta_folder(path):
+        return "meta"
     inside = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".gguf")
     hint = f"; to convert one of the GGUF files in it, name the file ({', '.join(inside)})" if inside else ""
-    raise UserError(f"{path}: expected a Hugging Face folder, found neither config.json nor {SINGLE}{hint}")
+    raise UserError(
+        f"{path}: expected a checkpoint folder, found neither config.json nor {SINGLE} nor params.json{hint}"
+    )

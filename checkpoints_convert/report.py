@@ -7,15 +7,15 @@ from typing import Any, Final
 
 from checkpoints_convert.convert import Conversion
 from checkpoints_convert.engine import nbytes
-from jaxspec.checkpoint import Checkpoint, open_checkpoint
+from jaxspec.checkpoint import Checkpoint, open_any
 from jaxspec.checkpoint.manifest import STORED_DTYPES
 
 _WORST: Final = 5  # layers that inspect names
 
 
 def inspect_lines(path: Path) -> Iterator[str]:
-    """Config, manifest, every tensor, totals, and what quantising cost. Raises UserError as open_checkpoint does."""
-    checkpoint = open_checkpoint(path)
+    """Config, manifest, every tensor, totals, and what quantising cost. Raises UserError when there is no checkpoint at ``path``."""
+    checkpoint = open_any(path)
     yield f"config.json    {json.dumps(checkpoint.config.to_json())}"
     manifest = checkpoint.manifest.to_json()
     errors = manifest.pop("quantization_errors")

@@ -11,7 +11,7 @@ from checkpoints_convert.engine import Plan, fill_group, make_plan
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.progress import Reporter
 from checkpoints_convert.readers import open_source
-from jaxspec.checkpoint import Checkpoint, open_checkpoint, read_stored, tensor_sha256
+from jaxspec.checkpoint import Checkpoint, open_any, read_stored, tensor_sha256
 from jaxspec.checkpoint.int8 import dequantize
 from jaxspec.checkpoint.manifest import SCALE
 from jaxspec.text import Tokenizer
@@ -41,7 +41,7 @@ def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
     A tensor that was stored in another dtype than the source's must be the source's value, rounded; one stored as int8
     must be what quantising the source gives. Raises UserError when the checkpoint or the source cannot be opened.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_any(path)
     records = checkpoint.manifest.tensors
     plan: Plan | None = None
     findings = Findings()

@@ -18,9 +18,13 @@ class StagedFolder:
     A process that dies leaves only the hidden sibling, which no reader opens. The lock on that folder dies with it, and
     that is how the next writer to the same destination knows that it may clear it away. The folder itself is locked,
     not a file in it, which a kill could leave unmade or already removed.
+
+    ``key``: says what the folder is being made from. What a dead process left under the same key is taken up instead of
+    cleared, so that the writer can go on from there.
     """
 
-    def __init__(self, dst: Path) -> None:
+    def __init__(self, dst: Path, key: str | None = None) -> None:
+        self._key = key
         # Absolute, and with the symlinks of the parents followed: both names must lie on one file system.
         self._dst = dst.parent.resolve() / dst.name
         self._made_parents: list[Path] = []

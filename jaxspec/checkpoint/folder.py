@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 from jaxspec.checkpoint.manifest import MANIFEST, Manifest, contradictions, grouped
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.heads.config import HeadsConfig, heads_config_from_json
+from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.params import ParamSpec, param_specs
 
 ConfigT = TypeVar("ConfigT")
@@ -39,6 +41,24 @@ def open_checkpoint(path: str | Path) -> Checkpoint[LlamaConfig]:
         raise UserError(f"{path}: expected a model, found {data['method']} heads (give them with --heads)")
     config = LlamaConfig.from_json(data)
     return agreed(path, config, param_specs(config), manifest)
+
+
+def open_heads(path: str | Path) -> Checkpoint[HeadsConfig]:
+    """Opens converted speculative heads and checks that their parts agree. No weight is read.
+
+    Whether they fit a target is another question: ``jaxspec.model.heads.config.misfits``. Raises UserError naming
+    everything that is missing, unknown or contradictory.
+    """
+    path, data, manifest = read_head(path)
+    if "method" not in data:
+        raise UserError(f"{path}: expected speculative heads, found a model (give it with --target or --draft)")
+    config = heads_config_from_json(data)
+    return agreed(path, config, heads_param_specs(config), manifest)
+
+
+def open_any(path: str | Path) -> Checkpoint[LlamaConfig] | Checkpoint[HeadsConfig]:
+    """Opens a model or heads, whichever the folder holds. Raises UserError as those two do."""
+    return open_heads(path) if "method" in read_head(path)[1] else open_checkpoint(path)
 
 
 def read_head(path: str | Path) -> tuple[Path, Mapping[str, Any], Manifest]:

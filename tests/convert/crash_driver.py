@@ -56,9 +56,10 @@ def loads(dst: Path) -> bool:
 
 
 def digest(dst: Path) -> str:
-    """Of every file of a checkpoint but Orbax's own bookkeeping, which has times in it."""
+    """Of every file of a checkpoint but Orbax's own bookkeeping, which has times and places in it."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in dst.rglob("*") if path.is_file() and not path.name.startswith("_")):
+    bookkeeping = ("_CHECKPOINT_METADATA", "commit_success.txt")
+    for path in sorted(path for path in dst.rglob("*") if path.is_file() and path.name not in bookkeeping):
         digest.update(str(path.relative_to(dst)).encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -34,8 +34,17 @@ class Stored(NamedTuple):
 
 
 def read_file(path: Path) -> dict[str, Stored]:
-    entries = safetensors.deserialize(path.read_bytes())
-    return {name: Stored(e["dtype"], tuple(e["shape"]), bytes(e["data"])) for name, e in entries}
+    """The tensors of a file in the order in which they lie there."""
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    header.pop("__metadata__", None)
+    entries = dict(safetensors.deserialize(raw))
+    assert entries.keys() == header.keys()
+    found: dict[str, Stored] = {}
+    for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+        entry = entries[name]
+        found[name] = Stored(entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+    return found
 
 
 def read_weights(folder: Path) -> dict[str, Stored]:

@@ -1,7 +1,7 @@
 """Small checkpoints of Meta's format, made without the code under test and without torch.
 
-Pickles come from Python's own pickler: stand-ins for torch's classes are put into ``sys.modules`` while it runs, so that
-it writes the names that torch writes.
+Pickles come from Python's own pickler: stand-ins for torch's classes are in ``sys.modules`` while it runs, so that it
+writes the names that torch writes.
 """
 
 import collections

@@ -107,7 +107,7 @@ def test_inspect_names_bytes_errors_and_the_worst(source, tmp_path, capsys) -> N
     out = capsys.readouterr().out
     manifest = open_checkpoint(tmp_path / "out").manifest
     for name, error in manifest.quantization_errors.items():
-        (line,) = [line for line in out.splitlines() if f" {name} " in line and "int8" in line]
+        (line,) = [line for line in out.splitlines() if line.split()[1:3] == [name, "int8"]]
         assert f"{error.max_abs:.3g}" in line
         assert f"{error.relative_rms:.2%}" in line
         assert f"{manifest.tensors[name].nbytes:,}" in line

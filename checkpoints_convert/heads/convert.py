@@ -15,8 +15,7 @@ from checkpoints_convert.heads.source import CONFIG, NAMES, open_foreign
 from checkpoints_convert.heads.write import Export, To, check_foreign_destination, exported, write_export
 from checkpoints_convert.progress import Reporter, Silent
 from checkpoints_convert.tokenizer_files import UNKNOWN_VERSION
-from jaxspec.checkpoint import Checkpoint, CheckpointWriter, Manifest, check_destination, open_checkpoint
-from jaxspec.checkpoint.heads import open_heads
+from jaxspec.checkpoint import Checkpoint, CheckpointWriter, Manifest, check_destination, open_checkpoint, open_heads
 from jaxspec.checkpoint.manifest import FORMAT_VERSION
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig

@@ -13,8 +13,7 @@ import pytest
 
 from checkpoints_convert import ConversionError
 from checkpoints_convert.heads import HeadsResult, convert_heads
-from jaxspec.checkpoint import open_checkpoint, read_group, restore_params
-from jaxspec.checkpoint.heads import open_heads
+from jaxspec.checkpoint import open_checkpoint, open_heads, read_group, restore_params
 from jaxspec.model.cache import LayerCache
 from jaxspec.model.heads.config import HeadsConfig
 from jaxspec.model.heads.definition import HeadsDef, define_heads

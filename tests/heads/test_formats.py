@@ -1,0 +1,393 @@
+"""What each format is read as, and that what is written in a format comes back bit for bit."""
+
+import dataclasses
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints_convert.heads import convert_heads
+from jaxspec.checkpoint import open_heads
+from jaxspec.model.config import RopeScaling
+from jaxspec.model.heads.config import EagleConfig, MedusaConfig, heads_config_from_json
+from jaxspec.model.heads.params import heads_param_specs
+from tests.heads import makers
+from tests.heads.conftest import same_bits, tree
+
+SIZES, SQUARE = makers.SIZES, makers.SQUARE
+
+
+def q_k_v(tensors, layer, sizes) -> np.ndarray:
+    """Row by row: of every kv head its G query heads, its key, its value."""
+    rows = []
+    G, H = sizes.N // sizes.K, sizes.H
+    for kv in range(sizes.K):
+        for query in range(kv * G, (kv + 1) * G):
+            rows += list(tensors[f"{layer}.self_attn.q_proj.weight"][query * H : (query + 1) * H])
+        for name in ("k", "v"):
+            rows += list(tensors[f"{layer}.self_attn.{name}_proj.weight"][kv * H : (kv + 1) * H])
+    return np.stack(rows).reshape(sizes.K, G + 2, H, -1)
+
+
+def gate_up(tensors, layer) -> np.ndarray:
+    return np.stack([tensors[f"{layer}.mlp.gate_proj.weight"], tensors[f"{layer}.mlp.up_proj.weight"]], axis=1)
+
+
+def expected_layer(tensors, layer, sizes, *, eagle3) -> dict[str, np.ndarray]:
+    found = {
+        "layers.0.qkv": q_k_v(tensors, layer, sizes),
+        "layers.0.o": tensors[f"{layer}.self_attn.o_proj.weight"].reshape(sizes.D, sizes.K, -1, sizes.H),
+        "layers.0.mlp_norm": tensors[f"{layer}.post_attention_layernorm.weight"],
+        "layers.0.gate_up": gate_up(tensors, layer),
+        "layers.0.down": tensors[f"{layer}.mlp.down_proj.weight"],
+    }
+    if eagle3:
+        found["layers.0.embed_norm"] = tensors[f"{layer}.input_layernorm.weight"]
+        found["layers.0.hidden_norm"] = tensors[f"{layer}.hidden_norm.weight"]
+    return found
+
+
+def assert_tree(folder, expected) -> None:
+    found = tree(folder)
+    assert list(found) == list(heads_param_specs(open_heads(folder).config))
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_medusa_counts_heads_and_blocks_in_the_file(converted, tmp_path) -> None:
+    """config.json says 2 heads, the file has 3: the authors' own uploads do that, and their loader forces 5."""
+    tensors = makers.medusa(heads=3, layers=2)
+    source = makers.write_medusa(tmp_path / "src", tensors, medusa_num_layers=2)
+    config = converted(source)
+    assert config == MedusaConfig(hidden_size=19, vocab_size=53, num_heads=3, num_layers=2, own_lm_head=True)
+    expected = {}
+    for head in range(3):
+        for block in range(2):
+            expected[f"heads.{head}.block{block}"] = tensors[f"{head}.{block}.linear.weight"]
+            expected[f"heads.{head}.block{block}_bias"] = tensors[f"{head}.{block}.linear.bias"]
+        expected[f"heads.{head}.lm_head"] = tensors[f"{head}.2.weight"]
+    assert_tree(tmp_path / "out", expected)
+    result = convert_heads(source, tmp_path / "out", force=True)
+    assert result.notes == ("config.json says 2 heads, medusa_lm_head.safetensors has 3: the file is right",)
+
+
+def test_medusa_blocks_that_are_one_module(converted, tmp_path) -> None:
+    """[ResBlock] * n is one module n times; a file that keeps shared tensors once has block 0 and the LM head's n."""
+    tensors = makers.medusa(heads=2, layers=3)
+    once = {name: tensor for name, tensor in tensors.items() if name.split(".")[1] not in "12"}
+    assert len(once) == 2 * 3
+    for head in range(2):
+        for block in (1, 2):
+            for kind in ("weight", "bias"):
+                tensors[f"{head}.{block}.linear.{kind}"] = tensors[f"{head}.0.linear.{kind}"]
+    assert converted(makers.write_medusa(tmp_path / "once", once, medusa_num_layers=3)).num_layers == 3
+    from_once = tree(tmp_path / "out")
+    assert converted(makers.write_medusa(tmp_path / "thrice", tensors, medusa_num_layers=3)).num_layers == 3
+    assert same_bits(from_once, tree(tmp_path / "out"))
+    np.testing.assert_array_equal(from_once["heads.1.block2"], tensors["1.0.linear.weight"])
+
+
+def test_medusa_heads_without_config_or_lm_head(converted, refused, tmp_path, tiny_models) -> None:
+    """Everything but the vocabulary is in the file; that one the target knows."""
+    sizes = SIZES._replace(D=64, V=512)
+    source = makers.write(tmp_path / "src", None, makers.medusa(sizes, own=False), "medusa_lm_head.safetensors")
+    assert refused(source) == [
+        "medusa_lm_head.safetensors: without LM heads the vocabulary is not known: give --target"
+    ]
+    config = converted(source, target=tiny_models("tiny-llama3"))
+    assert config == MedusaConfig(hidden_size=64, vocab_size=512, num_heads=3, num_layers=1, own_lm_head=False)
+
+
+def test_eagle1_by_the_names_of_its_tensors(converted, tmp_path) -> None:
+    tensors = makers.eagle1()
+    config = converted(makers.write(tmp_path / "src", makers.eagle_config(SQUARE), tensors))
+    assert config == EagleConfig(
+        method="eagle",
+        hidden_size=24,
+        target_hidden_size=24,
+        intermediate_size=23,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=20000.0,
+        max_position_embeddings=211,
+        vocab_size=53,
+        draft_vocab_size=53,
+        fc_bias=True,
+        own_embed=True,
+    )
+    expected = expected_layer(tensors, "layers.0", SQUARE, eagle3=False)
+    expected |= {"embed": tensors["embed_tokens.weight"], "fc": tensors["fc.weight"], "fc_bias": tensors["fc.bias"]}
+    assert_tree(tmp_path / "out", expected)
+
+
+def test_eagle1_without_a_bias_says_so_in_its_config(converted, tmp_path) -> None:
+    source = makers.write(tmp_path / "src", makers.eagle_config(SQUARE, bias=False), makers.eagle1(bias=False))
+    assert not converted(source).fc_bias
+    assert "fc_bias" not in tree(tmp_path / "out")
+
+
+def test_eagle3_by_the_names_of_its_tensors(converted, tmp_path) -> None:
+    """The architectures field says LlamaForCausalLM; d2t are offsets, kept as target ids."""
+    tensors = makers.eagle3()
+    source = makers.write(tmp_path / "src", makers.eagle3_config(rope_theta=...), tensors)
+    config = converted(source)
+    assert (config.method, config.draft_vocab_size, config.vocab_size) == ("eagle3", 17, 53)
+    assert config.rope_theta == 10000.0  # what a missing key means
+    assert (config.aux_layers, config.norm_before_residual, config.own_embed) == (None, False, False)
+    expected = expected_layer(tensors, "midlayer", SIZES, eagle3=True)
+    expected |= {name: tensors[f"{name}.weight"] for name in ("fc", "norm", "lm_head")}
+    expected["target_ids"] = makers.target_ids().astype(np.int32)
+    assert_tree(tmp_path / "out", expected)
+    manifest = open_heads(tmp_path / "out").manifest
+    assert (manifest.dtype, manifest.source_format) == ("float32", "eagle3")
+    assert manifest.tensors["target_ids"].dtype == "int32"
+    assert manifest.parameter_count == sum(array.size for name, array in expected.items() if name != "target_ids")
+    assert sorted(manifest.sources) == ["config.json", "model.safetensors"]
+
+
+def test_eagle3_of_another_width_than_its_target(converted, tmp_path) -> None:
+    tensors = makers.eagle3(target_width=11, embed=True)
+    config = converted(makers.write(tmp_path / "src", makers.eagle3_config(target_hidden_size=11), tensors))
+    assert (config.hidden_size, config.target_hidden_size, config.own_embed) == (19, 11, True)
+    assert tree(tmp_path / "out")["fc"].shape == (19, 33)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_eagle3_with_the_whole_vocabulary_has_no_map(converted, tmp_path, mapped) -> None:
+    sizes = SIZES._replace(d=53)
+    tensors = makers.eagle3(sizes)
+    if mapped:
+        tensors |= {"d2t": np.zeros(53, np.int64), "t2d": np.ones(53, np.bool_)}
+    config = converted(makers.write(tmp_path / "src", makers.eagle3_config(sizes), tensors))
+    assert not config.reduced_vocab
+    assert "target_ids" not in tree(tmp_path / "out")
+
+
+def test_layers_that_the_target_enters_and_layers_that_it_leaves(converted, refused, tmp_path) -> None:
+    """Fault I10: two conventions for the captured layers live; taken for each other they are off by one."""
+    left = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6], "use_aux_hidden_state": True}}
+    entered = {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}
+    for changes in (left, entered, left | entered):
+        source = makers.write(tmp_path / "src", makers.eagle3_config(**changes), makers.eagle3())
+        assert converted(source).aux_layers == (2, 4, 7)
+    both = left | {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    (line,) = refused(makers.write(tmp_path / "src", makers.eagle3_config(**both), makers.eagle3()))
+    assert "[1, 3, 6] are entered, but eagle_config names [1, 3, 6] as left, which are entered as [2, 4, 7]" in line
+
+
+def test_llama3_scaling_in_a_head(converted, refused, tmp_path) -> None:
+    """The authors' code never applies it; the speculators library does. Any other scaling is refused."""
+    scaling = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    }
+    authors = makers.eagle3_config(rope_scaling=scaling)
+    assert converted(makers.write(tmp_path / "src", authors, makers.eagle3())).rope_scaling is None
+    other = makers.speculators_config(layer_rope_scaling=scaling)
+    config = converted(makers.write(tmp_path / "src", other, makers.eagle3(layer="layers.0")))
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    for kind in ("linear", "dynamic", "yarn"):
+        config = makers.eagle3_config(rope_scaling={"type": kind, "factor": 2.0})
+        assert refused(makers.write(tmp_path / "src", config, makers.eagle3())) == [
+            f"config.json: rope scaling: expected none or llama3, got '{kind}'"
+        ]
+
+
+def test_speculators_eagle3(converted, tmp_path) -> None:
+    tensors = makers.eagle3(layer="layers.0", embed=True)
+    layers = makers.speculators_config(eagle_aux_hidden_state_layer_ids=[1, 2, 5])
+    source = makers.write(tmp_path / "src", layers, tensors)
+    config = converted(source)
+    assert (config.method, config.norm_before_residual, config.aux_layers) == ("eagle3", True, (1, 2, 5))
+    expected = expected_layer(tensors, "layers.0", SIZES, eagle3=True)
+    expected |= {name: tensors[f"{name}.weight"] for name in ("fc", "norm", "lm_head")}
+    expected |= {"embed": tensors["embed_tokens.weight"], "target_ids": makers.target_ids().astype(np.int32)}
+    assert_tree(tmp_path / "out", expected)
+
+
+def test_speculators_eagle(converted, tmp_path) -> None:
+    tensors = makers.eagle1(SIZES, layer="transformer", fc="fusion_fc")
+    config = converted(
+        makers.write(tmp_path / "src", makers.speculators_config(method="eagle", fusion_bias=True), tensors)
+    )
+    assert (config.method, config.fc_bias, config.head_dim) == ("eagle", True, 4)
+    expected = expected_layer(tensors, "transformer", SIZES, eagle3=False)
+    expected |= {"embed": tensors["embed_tokens.weight"]}
+    expected |= {"fc": tensors["fusion_fc.weight"], "fc_bias": tensors["fusion_fc.bias"]}
+    assert_tree(tmp_path / "out", expected)
+
+
+def test_the_file_itself_and_the_pickle_beside_it(shared, tmp_path) -> None:
+    """Fixtures ship both: a safetensors file and torch's zip hold the same heads."""
+    fixtures = shared / "fixtures"
+    for name, files in {
+        "medusa": ("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+        "eagle3": ("model.safetensors", "pytorch_model.bin"),
+    }.items():
+        trees = []
+        for source in (fixtures / name, *(fixtures / name / file for file in files)):
+            convert_heads(source, tmp_path / "out", force=True)
+            trees.append(tree(tmp_path / "out"))
+        assert same_bits(trees[0], trees[1])
+        assert same_bits(trees[0], trees[2])
+        assert set(open_heads(tmp_path / "out").manifest.sources) == {"config.json", files[1]}
+
+
+def test_float16_is_kept_exactly_and_bfloat16_as_it_is(converted, shared, tmp_path) -> None:
+    convert_heads(shared / "fixtures/eagle3", tmp_path / "f16")
+    stored, source = tree(tmp_path / "f16"), load_file(shared / "fixtures/eagle3/model.safetensors")
+    assert source["fc.weight"].dtype == np.float16
+    np.testing.assert_array_equal(stored["fc"], source["fc.weight"].astype(np.float32))
+    tensors = makers.eagle3()
+    rounded = {n: t.astype(ml_dtypes.bfloat16) if t.dtype == np.float32 else t for n, t in tensors.items()}
+    converted(makers.write(tmp_path / "src", makers.eagle3_config(), rounded))
+    kept = tree(tmp_path / "out")
+    assert kept["fc"].tobytes() == rounded["fc.weight"].tobytes()
+    assert {array.dtype.name for array in kept.values()} == {"bfloat16", "int32"}
+    converted(makers.write(tmp_path / "src", makers.eagle3_config(), tensors), dtype="bfloat16")
+    assert same_bits(kept, tree(tmp_path / "out"))
+
+
+ROUND_TRIPS = {
+    "medusa": ("medusa", makers.medusa_config(), makers.medusa(), "medusa_lm_head.safetensors"),
+    "eagle": ("eagle", makers.eagle_config(SQUARE), makers.eagle1(), "model.safetensors"),
+    "eagle without bias": (
+        "eagle",
+        makers.eagle_config(SQUARE, bias=False),
+        makers.eagle1(bias=False),
+        "model.safetensors",
+    ),
+    "eagle3": ("eagle3", makers.eagle3_config(), makers.eagle3(), "model.safetensors"),
+    "eagle3, embeddings": (
+        "eagle3",
+        makers.eagle3_config(target_hidden_size=11, eagle_aux_hidden_state_layer_ids=[0, 3, 4]),
+        makers.eagle3(target_width=11, embed=True),
+        "model.safetensors",
+    ),
+    "eagle3, whole vocabulary": (
+        "eagle3",
+        makers.eagle3_config(SIZES._replace(d=53)),
+        makers.eagle3(SIZES._replace(d=53)),
+        "model.safetensors",
+    ),
+    "speculators eagle3": (
+        "speculators",
+        makers.speculators_config(eagle_aux_hidden_state_layer_ids=[1, 2, 5]),
+        makers.eagle3(layer="layers.0", embed=True),
+        "model.safetensors",
+    ),
+    "speculators eagle": (
+        "speculators",
+        makers.speculators_config(method="eagle"),
+        makers.eagle1(SIZES, layer="transformer", fc="fusion_fc", bias=False),
+        "model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_out_and_in_again(tmp_path, name) -> None:
+    """Written back, a format has the very tensors that it came with; read again, they give the same heads."""
+    to, config, tensors, file = ROUND_TRIPS[name]
+    convert_heads(makers.write(tmp_path / "src", config, tensors, file), tmp_path / "ours")
+    convert_heads(tmp_path / "ours", tmp_path / "back", to=to, base="somewhere")
+    written = load_file(tmp_path / "back" / file)
+    assert same_bits(dict(sorted(written.items())), dict(sorted(tensors.items())))
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == sorted(["config.json", file])
+    said = json.loads((tmp_path / "back" / "config.json").read_text())
+    for key in set(config) - {"transformer_layer_config", "medusa_num_heads"}:
+        if key in said:
+            assert said[key] == config[key], key
+    convert_heads(tmp_path / "back", tmp_path / "again")
+    assert same_bits(tree(tmp_path / "ours"), tree(tmp_path / "again"))
+    assert open_heads(tmp_path / "again").config == open_heads(tmp_path / "ours").config
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3"])
+def test_the_authors_fixtures_out_and_in_again(shared, heads_folders, tmp_path, name) -> None:
+    """Float16 files: written as float32, of the same values under the same names."""
+    method = open_heads(heads_folders(name)).config.method
+    convert_heads(heads_folders(name), tmp_path / "back", to=method)
+    file = "medusa_lm_head.safetensors" if name == "medusa" else "model.safetensors"
+    convert_heads(tmp_path / "back", tmp_path / "again")
+    assert same_bits(tree(heads_folders(name)), tree(tmp_path / "again"))
+    if name != "eagle1":
+        theirs, written = load_file(shared / "fixtures" / name / file), load_file(tmp_path / "back" / file)
+        assert theirs.keys() == written.keys()
+        for key, tensor in theirs.items():
+            np.testing.assert_array_equal(written[key], tensor)
+            assert written[key].dtype == (np.float32 if tensor.dtype == np.float16 else tensor.dtype)
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_from_the_authors_format_to_speculators_and_back(heads_folders, tmp_path, name) -> None:
+    convert_heads(heads_folders(name), tmp_path / "spec", to="speculators", base="meta-llama/Llama-3.1-8B-Instruct")
+    said = json.loads((tmp_path / "spec" / "config.json").read_text())
+    config = open_heads(heads_folders(name)).config
+    assert said["speculators_model_type"] == config.method == said["speculators_config"]["algorithm"]
+    assert said["speculators_config"]["verifier"]["name_or_path"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert said["transformer_layer_config"]["rope_theta"] == config.rope_theta
+    convert_heads(tmp_path / "spec", tmp_path / "again")
+    assert same_bits(tree(heads_folders(name)), tree(tmp_path / "again"))
+    assert open_heads(tmp_path / "again").config == config
+
+
+def test_what_a_format_demands_comes_from_the_target(shared, refused, tmp_path, tiny_models) -> None:
+    """The authors' Medusa has an LM head in every head, their EAGLE-1 its embeddings: heads that share the target's
+    are written with copies, and only when the target is given."""
+    target = tiny_models("tiny-llama3")
+    theirs = load_file(shared / "fixtures/tiny-llama3/hf/model.safetensors")
+    sizes = SIZES._replace(D=64, V=512)
+    shares = makers.write(tmp_path / "medusa", None, makers.medusa(sizes, own=False), "medusa_lm_head.safetensors")
+    convert_heads(shares, tmp_path / "ours", target=target)
+    assert refused(tmp_path / "ours", to="medusa") == [
+        "--to medusa: the format wants an LM head in every head, these heads use the target's: give --target"
+    ]
+    convert_heads(tmp_path / "ours", tmp_path / "back", to="medusa", target=target)
+    written = load_file(tmp_path / "back" / "medusa_lm_head.safetensors")
+    assert len(written) == 3 * 3
+    np.testing.assert_array_equal(written["2.1.weight"], theirs["lm_head.weight"].astype(np.float32))
+
+    sizes = sizes._replace(H=16, N=4)
+    tensors = makers.eagle1(sizes)
+    del tensors["embed_tokens.weight"]
+    convert_heads(makers.write(tmp_path / "eagle", makers.eagle_config(sizes), tensors), tmp_path / "ours", force=True)
+    assert not open_heads(tmp_path / "ours").config.own_embed
+    (line,) = refused(tmp_path / "ours", to="eagle")
+    assert "the embeddings in the file" in line
+    convert_heads(tmp_path / "ours", tmp_path / "with", to="eagle", target=target)
+    written = load_file(tmp_path / "with" / "model.safetensors")
+    np.testing.assert_array_equal(
+        written["embed_tokens.weight"], theirs["model.embed_tokens.weight"].astype(np.float32)
+    )
+
+
+def test_configs_come_back_from_json(tmp_path) -> None:
+    eagle = EagleConfig("eagle3", 19, 11, 23, 6, 2, 4, 1e-5, 1e4, 211, 53, 17, False, True, True, (1, 2, 5))
+    scaled = dataclasses.replace(eagle, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64))
+    for config in (eagle, scaled, MedusaConfig(19, 53, 3, 1, own_lm_head=False)):
+        assert heads_config_from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_moved_folders_and_ignored_buffers(converted, tmp_path) -> None:
+    """A rotary buffer of old exports, and the target's tables that speculators keeps for training, carry nothing."""
+    tensors = makers.eagle3(layer="layers.0")
+    source = makers.write(tmp_path / "src", makers.speculators_config(), tensors)
+    converted(source)
+    plain = tree(tmp_path / "out")
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    tensors["verifier_lm_head.weight"] = np.ones((17, 19), np.float32)
+    tensors["verifier_norm.weight"] = np.ones(19, np.float32)
+    save_file(tensors, source / "model.safetensors")
+    shutil.move(source, tmp_path / "moved")
+    converted(tmp_path / "moved")
+    assert same_bits(plain, tree(tmp_path / "out"))

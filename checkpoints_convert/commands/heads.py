@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from checkpoints_convert.engine import DTYPES
 from checkpoints_convert.heads import convert_heads
@@ -10,7 +9,7 @@ from checkpoints_convert.heads.convert import FORMATS, HEAD_METHODS
 from checkpoints_convert.progress import reporter
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Registers the sub-command."""
     parser = commands.add_parser("heads", help="convert Medusa and EAGLE heads, from and to other formats")
     parser.add_argument("src", type=Path, metavar="SRC", help="heads: a folder, or the file of weights in one")

@@ -85,9 +85,10 @@ def _checked(
             check_destination(dst, force=force)
         else:
             check_foreign_destination(dst, to, force=force)
-    for other in (src, target):
-        if other is not None and (line := entangled(other, dst)):
-            findings.add(line)
+    if line := entangled(src, dst):
+        findings.add(line)
+    if target is not None and entangled(target, dst):
+        findings.add(f"{dst}: expected a place apart from the target ({target})")
     model: Checkpoint[LlamaConfig] | None = None
     if target is not None:
         with findings.collecting():

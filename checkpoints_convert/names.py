@@ -139,7 +139,7 @@ def place(tensor: np.ndarray, leaf: np.ndarray, slot: Slot, config: LlamaConfig,
 
 
 def take(leaf: np.ndarray, slot: Slot, config: LlamaConfig, dialect: Dialect) -> np.ndarray:
-    """The inverse of :func:`place`: what a source tensor of this dialect holds, in its shape; a view where one can be."""
+    """The inverse of :func:`place`: what a source tensor of this dialect holds, in its shape, as a view if it can."""
     tensor = slot.part.view(leaf, config.group_size).reshape(slot.shape)
     if slot.part.heads and dialect in INTERLEAVED:
         tensor = interleaved_rows(tensor, _sizes(config)[slot.part.heads])

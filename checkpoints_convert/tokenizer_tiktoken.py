@@ -9,6 +9,7 @@ nor the pattern that cuts text into words is in the file: both are the family's,
 import base64
 import binascii
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -147,7 +148,7 @@ def _parsed(line: bytes, where: str) -> tuple[bytes, int]:
     except binascii.Error:
         token = b""
     if not 0 < len(token) <= _MAX_TOKEN or not rank.isdigit() or len(rank) > 9:
-        raise UserError(f"{where}: expected a token in base64, a space and a rank, got {ascii(line[:40])}")
+        raise UserError(f"{where}: expected a token in base64, a space and a rank, got {line[:40]!a}")
     return token, int(rank)
 
 
@@ -158,7 +159,7 @@ def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     does not depend on the text around: a pair is left, always the same, and it is the only merge that the token needs.
     A trainer's vocabulary is like that throughout, and gets these merges, which are the trainer's own. 588 tokens of
     Llama 3 are left in more pieces: they are only ever whole words. For a vocabulary with such tokens every pair that
-    spells a token is listed in the order of ranks, whether or not it can occur: the list of the published tokenizer.json.
+    spells a token is listed in the order of ranks, whether it can occur or not: the published tokenizer.json's list.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges: list[tuple[bytes, bytes]] = []
@@ -175,7 +176,7 @@ def _last_pair(token: bytes, rank: int, ranks: Mapping[bytes, int]) -> tuple[byt
     """The two tokens that lower ranks leave of a token's bytes; None when they leave more."""
     pieces = [token[i : i + 1] for i in range(len(token))]
     while len(pieces) > 2:
-        joined = [ranks.get(left + right, rank) for left, right in zip(pieces, pieces[1:], strict=False)]
+        joined = [ranks.get(left + right, rank) for left, right in itertools.pairwise(pieces)]
         lowest = min(joined)
         if lowest >= rank:
             return None

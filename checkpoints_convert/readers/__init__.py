@@ -43,6 +43,4 @@ def _detect(path: Path) -> Literal["hf", "gguf", "meta"]:
         return "meta"
     inside = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".gguf")
     hint = f"; to convert one of the GGUF files in it, name the file ({', '.join(inside)})" if inside else ""
-    raise UserError(
-        f"{path}: expected a checkpoint folder, found neither config.json nor {SINGLE} nor params.json{hint}"
-    )
+    raise UserError(f"{path}: expected a checkpoint, found neither config.json nor {SINGLE} nor params.json{hint}")

@@ -95,14 +95,14 @@ def llama_config(params: Mapping[str, Any], weights: WeightSizes, tokens: EndTok
     for key, value in params.items():
         if key not in _KNOWN and value is not None:
             findings.add(f"{PARAMS}: {key}: {_REASONS.get(key, 'unknown, it may change the model')}")
-    fields = _Fields(params, findings)
+    fields, told = _Fields(params, findings), len(findings.lines)
     dim, heads = fields.integer("dim"), fields.integer("n_heads")
-    if fields.absent("head_dim") and dim % heads:
+    if len(findings.lines) == told and fields.absent("head_dim") and dim % heads:
         findings.add(f"{PARAMS}: dim {dim} is not a multiple of n_heads {heads}")
     stated = params.get("vocab_size", -1)
     if vocabulary(params) is None and stated is not None and (stated != -1 or isinstance(stated, bool | float)):
         findings.add(
-            f"{PARAMS}: vocab_size: expected a positive integer, or -1 for that of the weights, got {stated!r}"
+            f"{PARAMS}: vocab_size: expected a positive integer, or -1 to take it from the weights, got {stated!r}"
         )
     layers, theta = fields.integer("n_layers"), fields.number("rope_theta", _THETA)
     eps = fields.number("norm_eps")

@@ -117,7 +117,7 @@ def _tensor(archive: _Archive, name: Any, view: Any) -> PthTensor:
     entry = archive.entries.get(f"{archive.folder}data/{view.storage.key}")
     if entry is None:
         fail(f"its storage {shown(view.storage.key)} is not in the file")
-    stored = view.storage.count * (1 if view.storage.encoding == "bytes" else width)
+    stored = view.storage.length * (1 if view.storage.encoding == "bytes" else width)
     if stored != entry.size:
         fail(f"its storage is said to have {stored} bytes, the file holds {entry.size}")
     order = _dense_order(view)

@@ -4,6 +4,7 @@ Nothing is extracted and nothing decompressed: an entry is a range of bytes of t
 by ``zipfile``, because that believes a directory of any length, and lets entries overlap or share a name.
 """
 
+import itertools
 import struct
 from typing import Final, NamedTuple
 
@@ -60,7 +61,7 @@ def read_zip(file: SourceFile) -> dict[str, Entry]:
         found[record.name] = entry = _entry(file, record, directory.offset)
         spans.append((record.offset, entry.begin + entry.size, record.name))
     spans.sort()
-    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end:
             raise UserError(f"{file.name}: zip entries {shown(name)} and {shown(other)} overlap")
     return found

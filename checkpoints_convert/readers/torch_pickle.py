@@ -72,7 +72,7 @@ class Storage(NamedTuple):
 
     encoding: str
     key: str
-    count: int
+    length: int
 
 
 class TensorView(NamedTuple):
@@ -280,8 +280,7 @@ class _Machine:
                 pass
             case _:
                 self._fail(
-                    f"the pickle calls {function.module}.{function.name} with {len(arguments)} arguments "
-                    "that torch does not give it"
+                    f"the pickle calls {_kind(function)} with {len(arguments)} arguments that torch does not give it"
                 )
         self._push(value)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tests.convert.makers import Sizes, Tensors, interleave
+from tests.convert.makers import Sizes, Tensors, hf_tensors, interleave
 
 # D = N * H, as params.json implies; F is more than 8/3 D, so that ``multiple_of: F`` makes a feed-forward width of F.
 META_SIZES = Sizes(V=53, D=24, F=71, N=6, K=2, H=4, L=3)
@@ -122,6 +122,8 @@ def entries_of(tensors: Tensors, protocol: int = 2) -> dict[str, bytes]:
 def write_pth(path: Path, tensors: Tensors) -> Path:
     return write_zip(path, entries_of(tensors), path.name.removesuffix(".pth"))
 
+
+__all__ = ["hf_tensors"]
 
 META_NAMES = {
     "model.embed_tokens.weight": "tok_embeddings.weight",

@@ -81,11 +81,11 @@ def test_errors_of_quantised_groups_are_kept_too(source, tmp_path) -> None:
 
 
 def test_the_command_says_that_it_goes_on(source, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("checkpoints_convert.cli.reporter", lambda: Stopping(3))
+    monkeypatch.setattr("checkpoints_convert.commands.to_orbax.reporter", lambda: Stopping(3))
     command = ["to-orbax", str(source), str(tmp_path / "out")]
     assert main(command) == 130
     assert capsys.readouterr().err == "error: interrupted; the same command again goes on from here\n"
-    monkeypatch.setattr("checkpoints_convert.cli.reporter", lambda: Stopping(-1))
+    monkeypatch.setattr("checkpoints_convert.commands.to_orbax.reporter", lambda: Stopping(-1))
     assert main(command) == 0
     assert "went on from an earlier run, which had finished 3 groups" in capsys.readouterr().out
 

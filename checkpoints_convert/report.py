@@ -14,7 +14,7 @@ _WORST: Final = 5  # layers that inspect names
 
 
 def inspect_lines(path: Path) -> Iterator[str]:
-    """Config, manifest, every tensor, totals, and what quantising cost. Raises UserError when there is no checkpoint at ``path``."""
+    """Config, manifest, every tensor, totals, and what quantising cost. Raises UserError where there is none."""
     checkpoint = open_any(path)
     yield f"config.json    {json.dumps(checkpoint.config.to_json())}"
     manifest = checkpoint.manifest.to_json()

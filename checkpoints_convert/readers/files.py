@@ -76,7 +76,7 @@ class SourceFile:
                 f"{self.name}: truncated: {what} needs {count} bytes at byte {offset}, the file has {self.size}"
             )
         data = np.empty(count, np.uint8)
-        view, got = memoryview(data), 0
+        view, got = data.data, 0
         while got < count:
             try:
                 done = os.preadv(self._descriptor, [view[got:]], offset + got)

@@ -13,8 +13,8 @@ from jaxspec.model.heads.config import EagleConfig, HeadsConfig, MedusaConfig
 
 # What the authors' rotary embedding uses when config.json does not say.
 DEFAULT_THETA: Final = 10000.0
-# The largest number of residual blocks in a head that is believed; their names count up to it.
-_MAX_BLOCKS: Final = 64
+# The largest number of heads, and of residual blocks in one, that is believed: their names count up to it.
+_MAX_COUNT: Final = 64
 
 
 def foreign_config(heads: ForeignHeads, target_vocab: int | None) -> HeadsConfig:
@@ -46,10 +46,10 @@ def _medusa(heads: ForeignHeads, target_vocab: int | None, findings: Findings) -
     num_layers = max((int(match[2]) for match in lm_heads if match), default=0)
     if not own:
         num_layers = 1 + max((int(match[2]) for match in blocks if match), default=0)
-    if num_heads > len(tensors) or num_layers > _MAX_BLOCKS:
+    if max(num_heads, num_layers) > _MAX_COUNT:
         findings.add(
-            f"{heads.weights.name}: its names go up to head {num_heads - 1} and block {num_layers}: expected heads "
-            f"0, 1, ... of at most {_MAX_BLOCKS} blocks each, the file has {len(tensors)} tensors"
+            f"{heads.weights.name}: its names count up to head {num_heads - 1} and block {num_layers}: "
+            f"expected at most {_MAX_COUNT} of each"
         )
         return None
     said = heads.raw.get("medusa_num_layers")

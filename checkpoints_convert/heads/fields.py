@@ -72,10 +72,10 @@ class Fields:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        if (number := _positive(value)) is None:
             self._add(key, "a positive number", value)
             return 1.0
-        return float(value)
+        return number
 
     def flag(self, key: str, default: bool | None) -> bool:
         """true or false."""
@@ -118,7 +118,9 @@ class Fields:
         inner, outer = found.get("rope_theta"), self.get("rope_theta")
         if inner is not None and outer is not None and inner != outer:
             self.findings.add(f"{self.where}: rope_theta is {outer!r}, but {inner!r} in rope_parameters")
-        theta = self.number("rope_theta", default=_positive(inner, default_theta))
+        if inner is not None and _positive(inner) is None:
+            self._add("rope_parameters.rope_theta", "a positive number", inner)
+        theta = self.number("rope_theta", default=_positive(inner) or default_theta)
         kind = found.get("rope_type", found.get("type"))
         if kind in NO_SCALING or (kind == "llama3" and not scaled):
             return theta, None
@@ -153,8 +155,14 @@ class Fields:
             self.findings.add(f"{self.where}: {key}: expected {expected}, got {str(value)[:80]!r}")
 
 
-def _positive(value: Any, default: float) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else default
+def _positive(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON has integers of any length
+        return None
+    return number if math.isfinite(number) and number > 0 else None
 
 
 def built(findings: Findings, make: Any, **values: Any) -> Any:

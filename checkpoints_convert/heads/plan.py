@@ -58,7 +58,7 @@ def planned(foreign: ForeignHeads, config: HeadsConfig, dtype: Dtype) -> Heads:
     place, is missing, or has another shape than the config implies."""
     findings = Findings()
     tensors = foreign.tensors
-    slots = [_shared(slot, tensors) for slot in head_slots(config, foreign.dialect)]
+    slots = _unshared(head_slots(config, foreign.dialect), tensors)
     consumed = {slot.source for slot in slots}
     ids: np.ndarray | None = None
     if isinstance(config, EagleConfig) and config.method == "eagle3":
@@ -78,17 +78,22 @@ def planned(foreign: ForeignHeads, config: HeadsConfig, dtype: Dtype) -> Heads:
     dtypes = {name: _dtype(name, [tensors[slot.source] for slot in by_leaf[name]], dtype) for name in specs}
 
     def fill(names: Iterable[str]) -> dict[str, np.ndarray]:
-        wanted = list(names)
-        # A leaf that is one tensor, row for row, is still copied: heads are small, and one path has one behaviour.
-        arrays = {name: np.empty(specs[name].shape, dtypes[name]) for name in wanted}
-        pairs = [(slot, arrays[name]) for name in wanted for slot in by_leaf[name]]
-        for slot, leaf in sorted(pairs, key=lambda pair: tensors[pair[0].source].place):
-            piece = slot.piece(leaf, group_size(config))
-            if slot.leaf in INDEX_LEAVES:
+        arrays: dict[str, np.ndarray] = {}
+        pairs = [(slot, tensors[slot.source]) for name in names for slot in by_leaf[name]]
+        for slot, tensor in sorted(pairs, key=lambda pair: pair[1].place):
+            leaf = slot.leaf
+            if leaf in INDEX_LEAVES:
                 assert ids is not None
-                piece[...] = ids
-            else:
-                piece[...] = tensors[slot.source].read().reshape(piece.shape)
+                arrays[leaf] = ids
+                continue
+            array = tensor.read()
+            if slot.part.whole and array.dtype == dtypes[leaf]:
+                arrays[leaf] = array.reshape(specs[leaf].shape)
+                continue
+            if leaf not in arrays:
+                arrays[leaf] = np.empty(specs[leaf].shape, dtypes[leaf])
+            piece = slot.piece(arrays[leaf], group_size(config))
+            piece[...] = array.reshape(piece.shape)
         return arrays
 
     def first(group: str) -> tuple[str, int]:
@@ -122,14 +127,18 @@ def is_ours(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _shared(slot: HeadSlot, tensors: Mapping[str, SourceTensor]) -> HeadSlot:
+def _unshared(slots: list[HeadSlot], tensors: Mapping[str, SourceTensor]) -> list[HeadSlot]:
     """``[ResBlock] * n`` of the authors is one module n times: a file that keeps shared tensors once has block 0."""
-    if slot.source in tensors or ".block" not in slot.leaf:
-        return slot
-    head, _, rest = slot.source.split(".", 2)
-    later = any(re.fullmatch(rf"{head}\.[1-9]\d*\.linear\..*", name) for name in tensors)
-    only = f"{head}.0.{rest}"
-    return slot if later or only not in tensors else slot._replace(source=only)
+    several = {name.partition(".")[0] for name in tensors if re.fullmatch(r"\d+\.[1-9]\d*\.linear\..*", name)}
+
+    def found(slot: HeadSlot) -> HeadSlot:
+        if slot.source in tensors or ".block" not in slot.leaf:
+            return slot
+        head, _, rest = slot.source.split(".", 2)
+        only = f"{head}.0.{rest}"
+        return slot if head in several or only not in tensors else slot._replace(source=only)
+
+    return [found(slot) for slot in slots]
 
 
 def _check(slot: HeadSlot, tensor: SourceTensor | None, findings: Findings) -> None:

@@ -166,7 +166,7 @@ def test_medusa_heads_with_a_gap(refused, tmp_path) -> None:
     assert len(refused(makers.write_medusa(tmp_path / "src", tensors))) == 3
     tensors["4000000.0.linear.weight"] = tensors["0.0.linear.weight"]
     (line,) = refused(makers.write_medusa(tmp_path / "src", tensors))
-    assert "its names go up to head 4000000" in line
+    assert "its names count up to head 4000000" in line
     (line,) = refused(makers.write_medusa(tmp_path / "src", medusa_num_layers=2))
     assert line == "config.json: medusa_num_layers is 2, medusa_lm_head.safetensors has 1"
 
@@ -182,6 +182,8 @@ def test_medusa_heads_with_a_gap(refused, tmp_path) -> None:
         ({"attention_bias": True}, "attention_bias: expected False, got 'True'"),
         ({"model_type": "qwen3"}, "model_type: expected 'llama', got 'qwen3'"),
         ({"rms_norm_eps": ...}, "rms_norm_eps is missing"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected a positive number, got '1000"),
+        ({"rope_theta": ..., "rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta: expected a positive"),
         ({"hidden_size": "64"}, "hidden_size: expected a positive integer, got '64'"),
         ({"num_key_value_heads": 4}, "num_heads: expected a multiple of num_kv_heads=4, got 6"),
         ({"draft_vocab_size": 54}, "draft_vocab_size: expected at most 53 (vocab_size), got 54"),

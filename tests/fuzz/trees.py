@@ -104,6 +104,7 @@ def mutate_files(tree: Tree, rng: Rng, name: str) -> tuple[Tree, str]:
     specials = [
         Special("folder"),
         Special("fifo"),
+        Special("fifo"),
         Special("socket"),
         Special("link", "/dev/zero"),
         Special("link", "/dev/full"),
@@ -122,9 +123,7 @@ def mutate_files(tree: Tree, rng: Rng, name: str) -> tuple[Tree, str]:
         b"{}",
         b"[]",
         b"null",
-        rng.choice(specials),
-        rng.choice(specials),
-        rng.choice(specials),
+        *(rng.choice(specials) for _ in range(6)),
     ]
     pick = rng.randrange(len(fresh) + 3)
     if pick < len(fresh):

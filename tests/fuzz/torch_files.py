@@ -146,11 +146,11 @@ class _Snippet(NamedTuple):
 
 
 _SNIPPETS = (
-    _Snippet(b"cos\nsystem\n\x8c\x0ftouch ../hostile\x85R0", hostile=True),
+    _Snippet(b"cos\nsystem\n\x8c\x10touch ../hostile\x85R0", hostile=True),
     _Snippet(b"cbuiltins\neval\n\x8c\x011\x85R0", hostile=True),
-    _Snippet(b"\x8c\x02os\x8c\x06system\x93\x8c\x0ftouch ../hostile\x85R0", hostile=True),
+    _Snippet(b"\x8c\x02os\x8c\x06system\x93\x8c\x10touch ../hostile\x85R0", hostile=True),
     _Snippet(b"ctorch\nload\n0", hostile=True),
-    _Snippet(b"(\x8c\x0ftouch ../hostileios\nsystem\n0", hostile=True),
+    _Snippet(b"(\x8c\x10touch ../hostileios\nsystem\n0", hostile=True),
     _Snippet(b"\x82\x010", hostile=True),
     _Snippet(b"K\x01Q0", hostile=True),
     _Snippet(b"N0"),

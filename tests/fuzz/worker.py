@@ -45,6 +45,7 @@ from tests.fuzz.bases import bases  # noqa: E402
 from tests.fuzz.judging import Report, clear, judge, limit_memory, place, watch_time  # noqa: E402
 from tests.fuzz.mutations import mutant  # noqa: E402
 
+
 def open_model(path: Path, scratch: Path) -> None:
     """As ``to-orbax`` does up to the first byte it writes; then every tensor and every hash."""
     findings = Findings()

@@ -112,7 +112,7 @@ def test_a_safetensors_header_is_bounded(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../elsewhere/{}", "./{}", "{}\0", "sub/../{}", "a\nb", "\x1b[2J", "\ud800", "\udc80", "x" * 256, "é" * 128],
+    ["../elsewhere/{}", "./{}", "{}\0", "sub/../{}", "a\nb", "\x1b[2J", "\ud800", "byte \udc80", "x" * 256, "é" * 128],
 )
 def test_a_shard_name_is_a_printable_name_in_the_folder(refused, tmp_path, name) -> None:
     """What the name leads to is there and right: only the name is wrong."""

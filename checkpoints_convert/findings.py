@@ -7,7 +7,6 @@ from typing import Final
 
 from jaxspec.errors import UserError
 
-
 # Characters of a line that are kept at its two ends. Files put names and values of any length into messages.
 _HEAD: Final = 300
 _TAIL: Final = 150

@@ -51,6 +51,49 @@ def empty_cache(config: LlamaConfig, sharding: Sharding, rows: int, slots: int, 
     return KVCache(layers, jnp.zeros((rows,), jnp.int32))
 
 
+class Tree(NamedTuple):
+    """How the tokens of one pass hang together when they are not a chain.
+
+    Token t is written to slot ``base_B`` + t, whatever its position (tokens at one depth share a position), and sees the
+    slots below ``base_B``, its ancestors and itself.
+    """
+
+    base_B: jax.Array  # int32
+    ancestors_BTT: jax.Array  # bool, [b, t, u]: token u is t itself or above it
+
+    def slots(self, positions_BT: jax.Array, window: int) -> jax.Array:
+        """Where the tokens go; those at positions outside the row are dropped, as in a chain."""
+        T = positions_BT.shape[1]
+        slots_BT = self.base_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+        return jnp.where((positions_BT >= 0) & (positions_BT < window), slots_BT, window)
+
+    def visible(self, window: int) -> jax.Array:
+        """bool [B, T, S]."""
+        T = self.ancestors_BTT.shape[1]
+        node_BS = jnp.arange(window, dtype=jnp.int32)[None, :] - self.base_B[:, None]
+        inside_BS = (node_BS >= 0) & (node_BS < T)
+        index_B1S = jnp.clip(node_BS, 0, T - 1)[:, None, :]
+        above_BTS = jnp.take_along_axis(self.ancestors_BTT, index_B1S, axis=2)
+        return (node_BS < 0)[:, None, :] | (inside_BS[:, None, :] & above_BTS)
+
+
+def compact(cache: KVCache, base_B: jax.Array, path_BD: jax.Array, n_accepted_B: jax.Array) -> KVCache:
+    """Moves keys and values of an accepted path, nodes ``path_BD`` of a tree at ``base_B``, to the slots after the root.
+
+    Then slot = position again. Past ``n_accepted_B`` nothing moves.
+    """
+    slots = cache.window
+    offsets_D = jnp.arange(1, path_BD.shape[1] + 1, dtype=jnp.int32)
+    to_BD = jnp.where(offsets_D[None, :] <= n_accepted_B[:, None], base_B[:, None] + offsets_D[None, :], slots)
+    from_BD = jnp.clip(base_B[:, None] + path_BD, 0, slots - 1)
+
+    def move(array_BKSH: jax.Array) -> jax.Array:
+        moved_BDKH = jax.vmap(lambda row_KSH, from_D: row_KSH[:, from_D].swapaxes(0, 1))(array_BKSH, from_BD)
+        return write(array_BKSH, moved_BDKH, to_BD)
+
+    return cache._replace(layers=tuple(LayerCache(move(layer.k), move(layer.v)) for layer in cache.layers))
+
+
 def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Puts new_BTKH at slots positions_BT of each row. A position outside [0, S) is dropped.
 

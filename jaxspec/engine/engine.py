@@ -225,6 +225,7 @@ class Engine:
             stop_ids=sorted(stop_ids),
             max_length=len(prompt_ids) + min(sampling.max_tokens or room, room),
             method=self._loaded.speculation.method,
+            rests=self._loaded.programs.decoder.drafter.is_lookup,
             tokenizer=tokenizer,
             sink=sink,
             deadline=deadline,

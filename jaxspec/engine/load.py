@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxspec.speculate.drafters import Drafter
 from jaxspec.speculate.drafters.linear import LinearDrafter
 from jaxspec.speculate.drafters.ngram import NgramDrafter
 from jaxspec.speculate.drafters.none import NoDrafter
+from jaxspec.speculate.judge import Law
 from jaxspec.speculate.programs import Programs, Shapes
 from jaxspec.speculate.state import STOP_IDS
 from jaxspec.speculate.step import Decoder, Params
@@ -96,7 +97,8 @@ def load(
         if draft_model.config.max_position_embeddings < max_len:
             limit = draft_model.config.max_position_embeddings
             notes.append(f"draft {draft}: trained for {limit} positions, past them rows decode without it")
-    decoder = Decoder(model, make_drafter(speculation, draft_model, vocab, valid_vocab), valid_vocab)
+    law = cast(Law, speculation.rejection_sample_method)
+    decoder = Decoder(model, make_drafter(speculation, draft_model, vocab, valid_vocab), valid_vocab, law)
     params = Params(restore_params(checkpoint, model.shardings(), jnp.dtype(dtype)), draft_params)
     gamma = 0 if speculation.method == "none" else GAMMA_MAX
     # Where drafts cost nothing, three rows take as long as five: a bucket of its own would not pay.

@@ -24,7 +24,7 @@ SEED_MAX: Final = 2**64 - 1
 PROMPT_LOOKUP_MAX: Final = 16
 
 METHODS: Final = ("ngram", "draft_model", "none")
-REJECTION_SAMPLE_METHODS: Final = ("token",)
+REJECTION_SAMPLE_METHODS: Final = ("token", "block", "coupled")
 
 BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
 BEAM_SEARCH_REASON: Final = (
@@ -167,7 +167,7 @@ class SpeculationConfig:
     num_speculative_tokens: int = GAMMA_MAX  # drafted tokens per step when a request does not say, 0..8
     prompt_lookup_max: int = 8  # longest suffix that the ngram drafter looks up, tokens, 1..16
     prompt_lookup_min: int = 3  # shortest one, 1..prompt_lookup_max
-    rejection_sample_method: str = "token"
+    rejection_sample_method: str = "block"  # docs/laws.md says what each guarantees
     model: str | None = None  # folder of the draft checkpoint, needed by draft_model alone
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class SpeculationConfig:
             raise UserError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.rejection_sample_method not in REJECTION_SAMPLE_METHODS:
             raise UserError(
-                f"rejection_sample_method: expected {' or '.join(REJECTION_SAMPLE_METHODS)}, "
+                f"rejection_sample_method: expected {', '.join(REJECTION_SAMPLE_METHODS)}, "
                 f"got {self.rejection_sample_method!r}"
             )
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, GAMMA_MAX, f"an integer in 0..{GAMMA_MAX}")

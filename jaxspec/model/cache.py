@@ -54,33 +54,34 @@ def empty_cache(config: LlamaConfig, sharding: Sharding, rows: int, slots: int, 
 class Tree(NamedTuple):
     """How the tokens of one pass hang together when they are not a chain.
 
-    Token t is written to slot ``base_B`` + t, whatever its position (tokens at one depth share a position), and sees the
-    slots below ``base_B``, its ancestors and itself.
+    The U nodes of the tree have the slots from ``base_B`` on, whatever their positions (nodes at one depth share a
+    position). Token t of the pass is node ``first`` + t. It sees the slots below ``base_B``, its ancestors and itself.
     """
 
     base_B: jax.Array  # int32
-    ancestors_BTT: jax.Array  # bool, [b, t, u]: token u is t itself or above it
+    first: jax.Array  # int32 scalar; more than 0 where earlier passes fed the upper levels
+    ancestors_BTU: jax.Array  # bool, [b, t, u]: node u is token t itself or above it
 
     def slots(self, positions_BT: jax.Array, window: int) -> jax.Array:
         """Where the tokens go; those at positions outside the row are dropped, as in a chain."""
         T = positions_BT.shape[1]
-        slots_BT = self.base_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+        slots_BT = self.base_B[:, None] + self.first + jnp.arange(T, dtype=jnp.int32)[None, :]
         return jnp.where((positions_BT >= 0) & (positions_BT < window), slots_BT, window)
 
     def visible(self, window: int) -> jax.Array:
         """bool [B, T, S]."""
-        T = self.ancestors_BTT.shape[1]
+        U = self.ancestors_BTU.shape[2]
         node_BS = jnp.arange(window, dtype=jnp.int32)[None, :] - self.base_B[:, None]
-        inside_BS = (node_BS >= 0) & (node_BS < T)
-        index_B1S = jnp.clip(node_BS, 0, T - 1)[:, None, :]
-        above_BTS = jnp.take_along_axis(self.ancestors_BTT, index_B1S, axis=2)
+        inside_BS = (node_BS >= 0) & (node_BS < U)
+        index_B1S = jnp.clip(node_BS, 0, U - 1)[:, None, :]
+        above_BTS = jnp.take_along_axis(self.ancestors_BTU, index_B1S, axis=2)
         return (node_BS < 0)[:, None, :] | (inside_BS[:, None, :] & above_BTS)
 
 
 def compact(cache: KVCache, base_B: jax.Array, path_BD: jax.Array, n_accepted_B: jax.Array) -> KVCache:
-    """Moves keys and values of an accepted path, nodes ``path_BD`` of a tree at ``base_B``, to the slots after the root.
+    """Moves keys and values of an accepted path to the slots after the root: then slot = position again.
 
-    Then slot = position again. Past ``n_accepted_B`` nothing moves.
+    ``path_BD``: nodes of a tree at ``base_B``, by depth; past ``n_accepted_B`` nothing moves.
     """
     slots = cache.window
     offsets_D = jnp.arange(1, path_BD.shape[1] + 1, dtype=jnp.int32)

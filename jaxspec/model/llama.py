@@ -61,7 +61,8 @@ class Llama(nnx.Module):
         """One pass over tokens_BT at positions_BT of each row, a chain unless ``tree`` says otherwise.
 
         A position outside [0, S) marks padding: nothing is written there and its output means nothing. ``taps``: the
-        layers (0-based, ascending) whose input is wanted. The caller decides how many of the written tokens are valid, so ``cache.length_B`` passes through unchanged.
+        layers (0-based, ascending) whose input is wanted. The caller decides how many of the written tokens are valid,
+        so ``cache.length_B`` passes through unchanged.
         """
         tokens_BT = jnp.clip(tokens_BT, 0, self.config.vocab_size - 1)
         x = self.sharding.constrain(self.embed(tokens_BT), "batch", "tokens", "embed")

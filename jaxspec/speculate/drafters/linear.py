@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, empty_cache
-from jaxspec.model.llama import ModelDef
+from jaxspec.model.llama import Llama, ModelDef
 from jaxspec.shapes import GAMMA_MAX
-from jaxspec.speculate.drafters import Proposal
-from jaxspec.speculate.sampling import draw, final_law, first_argmax, mask_logits
+from jaxspec.speculate.drafters import Blind, Proposal, Seen
+from jaxspec.speculate.noise import Draws
+from jaxspec.speculate.sampling import final_law, first_argmax, mask_logits
 from jaxspec.speculate.state import Context, grow_cache
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearDrafter:
+class LinearDrafter(Blind):
     """``vocab``: the target's V; ids from ``valid_vocab`` on are never drafted."""
 
     model: ModelDef
@@ -51,10 +52,11 @@ class LinearDrafter:
     def propose(
         self,
         params: Mapping[str, jax.Array],
+        target: Llama,
         state: KVCache,
         context: Context,
         gamma: int,
-        draft_uniforms_BJ: jax.Array,
+        draws: Draws,
     ) -> tuple[Proposal, KVCache]:
         model = self.model.merge(params)
         slots = state.window
@@ -69,8 +71,7 @@ class LinearDrafter:
 
             def drawn() -> tuple[jax.Array, jax.Array]:
                 q_BV = final_law(logits_BTV, rows.sampling)[:, 0]
-                u_B = jax.lax.dynamic_index_in_dim(draft_uniforms_BJ, offset, axis=1, keepdims=False)
-                return draw(q_BV, u_B), q_BV
+                return draws.pick(q_BV, offset), q_BV
 
             # A greedy round never reads the laws.
             return jax.lax.cond(
@@ -103,11 +104,20 @@ class LinearDrafter:
         q_BJV = jnp.concatenate([first[1][:, None], jnp.swapaxes(q_JBV, 0, 1)], axis=1)
         return Proposal(tokens_BJ, q_BJV), cache
 
-    def commit(self, state: KVCache, before: Context, after: Context, n_accepted_B: jax.Array, gamma: int) -> KVCache:
+    def commit(
+        self,
+        params: Mapping[str, jax.Array],
+        target: Llama,
+        state: KVCache,
+        before: Context,
+        after: Context,
+        seen: Seen,
+        gamma: int,
+    ) -> KVCache:
         if gamma == 0:
             return state
         # Fed back so far: the tokens committed before, and every accepted draft but x_gamma, which closed the round.
-        fed_B = before.length_B + jnp.minimum(n_accepted_B, gamma - 1)
+        fed_B = before.length_B + jnp.minimum(seen.n_accepted_B, gamma - 1)
         fed_B = jnp.minimum(fed_B, after.length_B - 1)
         return state._replace(length_B=jnp.where(_drafting(state, before), fed_B, state.length_B))
 

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxspec.model.llama import Llama
 from jaxspec.shapes import GAMMA_MAX
-from jaxspec.speculate.drafters import Proposal
+from jaxspec.speculate.drafters import Blind, Proposal, Seen
+from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.state import Context
 
 
@@ -55,12 +57,12 @@ def look_up(tokens_BS: jax.Array, length_B: jax.Array, shortest: int, longest: i
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter:
+class NgramDrafter(Blind):
     """Drafts are copied, not drawn: their law is one-hot."""
 
     shortest: int
     longest: int
-    has_cache = False
+    is_lookup = True
 
     def init(self, rows: int, slots: int) -> Lookup:
         return Lookup(jnp.zeros((rows, GAMMA_MAX), jnp.int32), jnp.zeros((rows,), jnp.int32))
@@ -68,22 +70,15 @@ class NgramDrafter:
     def axes(self, state: Any) -> Lookup:
         return Lookup(("batch", None), ("batch",))  # pyright: ignore[reportArgumentType]
 
-    def prefill(self, params: Any, state: Lookup, context: Context, start: jax.Array, chunk: int) -> Lookup:
-        return state
-
     def propose(
-        self, params: Any, state: Lookup, context: Context, gamma: int, draft_uniforms_BJ: jax.Array
+        self, params: Any, target: Llama, state: Lookup, context: Context, gamma: int, draws: Draws
     ) -> tuple[Proposal, Lookup]:
-        return Proposal(state.tokens_BJ[:, :gamma], None), state
+        return Proposal(state.tokens_BJ[:, :gamma]), state
 
-    def commit(self, state: Lookup, before: Context, after: Context, n_accepted_B: jax.Array, gamma: int) -> Lookup:
+    def commit(
+        self, params: Any, target: Llama, state: Lookup, before: Context, after: Context, seen: Seen, gamma: int
+    ) -> Lookup:
         return look_up(after.tokens_BS, after.length_B, self.shortest, self.longest)
 
     def ready(self, state: Lookup, context: Context) -> jax.Array:
         return state.found_B
-
-    def lag(self, state: Lookup, context: Context) -> jax.Array:
-        return jnp.zeros_like(context.length_B)
-
-    def grow(self, state: Lookup, slots: int) -> Lookup:
-        return state

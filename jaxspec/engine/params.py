@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from jaxspec.errors import InvalidRequest, UserError
-from jaxspec.shapes import GAMMA_MAX
+from jaxspec.shapes import GAMMA_MAX, NODES_MAX
 
 TEMPERATURE_MIN: Final = 1e-6  # below it logits / temperature leave float32; 0 itself means greedy
 TEMPERATURE_MAX: Final = 100.0
@@ -23,7 +23,8 @@ LOGPROBS_MAX: Final = 8
 SEED_MAX: Final = 2**64 - 1
 PROMPT_LOOKUP_MAX: Final = 16
 
-METHODS: Final = ("ngram", "draft_model", "none")
+HEADS_METHODS: Final = ("medusa", "eagle", "eagle3")
+METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "none")
 REJECTION_SAMPLE_METHODS: Final = ("token", "block", "coupled")
 
 BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
@@ -163,12 +164,17 @@ class SpeculationParams:
 class SpeculationConfig:
     """How a server speculates: fixed at start-up, because every option here changes what is compiled."""
 
-    method: str = "ngram"  # ngram, draft_model or none
-    num_speculative_tokens: int = GAMMA_MAX  # drafted tokens per step when a request does not say, 0..8
+    method: str = "ngram"  # one of METHODS
+    num_speculative_tokens: int = GAMMA_MAX  # levels drafted per step when a request does not say, 0..8
     prompt_lookup_max: int = 8  # longest suffix that the ngram drafter looks up, tokens, 1..16
     prompt_lookup_min: int = 3  # shortest one, 1..prompt_lookup_max
     rejection_sample_method: str = "block"  # docs/laws.md says what each guarantees
-    model: str | None = None  # folder of the draft checkpoint, needed by draft_model alone
+    model: str | None = None  # folder of the draft checkpoint, or of the heads where ``heads`` is not given
+    heads: str | None = None  # folder of converted speculative heads: medusa, eagle, eagle3
+    tree_choices: Any = None  # medusa: a static tree, see jaxspec.speculate.tree.parse_tree_choices; None: a default
+    tree_topk: int = 4  # eagle, eagle3: children per node of a dynamic tree, 1..63; 1: a chain, drawn when sampling
+    tree_depth: int | None = None  # eagle, eagle3: levels of the tree, 1..8; None: 5, or fewer if fewer are drafted
+    tree_nodes: int = 16  # eagle, eagle3: nodes of the tree, the pending token among them, 2..64
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -189,8 +195,18 @@ class SpeculationConfig:
             self.prompt_lookup_max,
             f"an integer in 1..prompt_lookup_max={self.prompt_lookup_max}",
         )
-        if self.model is not None and not isinstance(self.model, str):
-            raise UserError(f"model: expected the path of a checkpoint folder, got {self.model!r}")
+        for name in ("model", "heads"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise UserError(f"{name}: expected the path of a checkpoint folder, got {getattr(self, name)!r}")
+        _check_int("tree_topk", self.tree_topk, 1, NODES_MAX - 1, f"an integer in 1..{NODES_MAX - 1} (1: a chain)")
+        if self.tree_depth is not None:
+            _check_int("tree_depth", self.tree_depth, 1, GAMMA_MAX, f"an integer in 1..{GAMMA_MAX}")
+        _check_int("tree_nodes", self.tree_nodes, 2, NODES_MAX, f"an integer in 2..{NODES_MAX}")
+
+    @property
+    def heads_folder(self) -> str | None:
+        """Where the heads of a heads method are."""
+        return self.heads if self.heads is not None else self.model
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> "SpeculationConfig":

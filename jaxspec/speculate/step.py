@@ -158,7 +158,7 @@ class Decoder:
         gamma_B = jnp.where(active_B, jnp.clip(jnp.minimum(gamma_B, room_B), 0, gamma), 0)
         drafts, tree = _no_drafts(n_B.shape[0]), None
         if gamma > 0:
-            draws = Draws(rows=context.rows, length_B=n_B, uniform_BJ=uniforms.draft_BJ, coupled=self.law == "coupled")
+            draws = Draws(state.rows.seed_B2, n_B, coupled=self.law == "coupled")
             proposal, drafter_state = self.drafter.propose(params.drafter, model, state.drafter, context, gamma, draws)
             if proposal.levels_B is not None:
                 gamma_B = jnp.minimum(gamma_B, proposal.levels_B)

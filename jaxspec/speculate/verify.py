@@ -136,7 +136,7 @@ def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) 
         # The root's alpha stays 1, so that its residual need not be weighed for itself.
         weighed_B = rejected_B & ((parent_B > 0) | _at(round_.followed_BJ, j_B))
         mass_B, after = _reject(round_, parent_B, j_B, alpha_B, left, weighed_B)
-        fallen_B = jnp.where(alpha_B < 1, mass_B / jnp.where(alpha_B < 1, mass_B + 1 - alpha_B, 1), 1)
+        fallen_B = jnp.where(alpha_B < 1, mass_B / jnp.where(alpha_B < 1, mass_B + (1 - alpha_B), 1), 1)
 
         nodes_T = jnp.arange(drafted + 1)[None, :]
         is_own_BT = (nodes_T == j_B[:, None] + 1) & (visits_B & ~leaves_B)[:, None]

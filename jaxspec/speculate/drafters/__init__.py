@@ -120,7 +120,10 @@ class Blind:
 
     has_cache = False
     is_lookup = False
-    features: Features = None
+
+    @property
+    def features(self) -> Features:
+        return None
 
     def drafts(self, gamma: int) -> int:
         return gamma

@@ -84,7 +84,7 @@ class LinearDrafter(Blind):
         # A row that lags too far keeps its hole as it is: prefill will fill it from the start.
         drafting_B = _drafting(state, context)
         positions_BT = jnp.where(drafting_B[:, None] & (positions_BT >= 0), positions_BT, slots)
-        hidden_BTD, cache = model(tokens_BT, positions_BT, state)
+        hidden_BTD, cache, _ = model(tokens_BT, positions_BT, state)
         first = pick(hidden_BTD[:, 1:], jnp.int32(0))
 
         def extend(
@@ -92,7 +92,7 @@ class LinearDrafter(Blind):
         ) -> tuple[tuple[jax.Array, KVCache], tuple[jax.Array, jax.Array]]:
             token_B, cache = carry
             position_B1 = jnp.where(drafting_B, last_B + offset, slots)[:, None]
-            hidden_BTD, cache = model(token_B[:, None], position_B1, cache)
+            hidden_BTD, cache, _ = model(token_B[:, None], position_B1, cache)
             token_B, q_BV = pick(hidden_BTD, offset)
             return (token_B, cache), (token_B, q_BV)
 

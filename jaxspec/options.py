@@ -122,18 +122,21 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
 
 def add_request_speculation_flags(parser: argparse.ArgumentParser) -> None:
     """What one request may say about speculation (for clients of a running server)."""
-    parser.add_argument_group("speculation").add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        metavar="N",
-        default=SpeculationParams().num_speculative_tokens,
-        help="drafted tokens per step, 0 to 8; 0: plain decoding; None: the server's choice",
-    )
+    group = parser.add_argument_group("speculation (None: the server's choice)")
+    helps = {
+        "num_speculative_tokens": "drafted tokens per step, 0 to 8; 0: plain decoding",
+        "prompt_lookup_max": "longest n-gram looked up, at most the server's",
+        "prompt_lookup_min": "shortest n-gram looked up",
+    }
+    for field in dataclasses.fields(SpeculationParams):
+        flag = "--" + field.name.replace("_", "-")
+        group.add_argument(flag, type=int, metavar="N", default=field.default, help=helps[field.name])
 
 
 def request_speculation_from(args: argparse.Namespace) -> SpeculationParams:
     """Checked SpeculationParams from the flags."""
-    speculation = SpeculationParams(num_speculative_tokens=args.num_speculative_tokens)
+    names = [field.name for field in dataclasses.fields(SpeculationParams)]
+    speculation = SpeculationParams(**{name: getattr(args, name) for name in names})
     speculation.validate()
     return speculation
 

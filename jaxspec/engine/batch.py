@@ -152,6 +152,8 @@ def row_params(request: Request) -> RowParams:
         min_length_B=_host([request.prompt_length + sampling.min_tokens], np.int32),
         max_length_B=_host([request.max_length], np.int32),
         wants_logprobs_B=_host([sampling.logprobs is not None], np.bool_),
+        lookup_min_B=_host([request.lookup[0]], np.int32),
+        lookup_max_B=_host([request.lookup[1]], np.int32),
     )
 
 

@@ -87,8 +87,7 @@ def _lookup(speculation: SpeculationConfig, target: Target) -> Drafting:
         case "none":
             return Drafting(NoDrafter(), {}, context, (0,))
         case "ngram":
-            drafter = NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
-            return Drafting(drafter, {}, context, LOOKUP_BUCKETS)
+            return Drafting(NgramDrafter(speculation.prompt_lookup_max), {}, context, LOOKUP_BUCKETS)
         case method:
             raise UserError(f"method: cannot make a drafter for {method!r}")
 

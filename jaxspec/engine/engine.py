@@ -226,6 +226,7 @@ class Engine:
             prompt_ids,
             sampling,
             gamma=gamma,
+            lookup=speculation.lookup(self._loaded.speculation),
             seed=sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "big"),
             stop_ids=sorted(stop_ids),
             max_length=len(prompt_ids) + min(sampling.max_tokens or room, room),

@@ -147,9 +147,23 @@ class SpeculationParams:
     """What one request may change about speculation."""
 
     num_speculative_tokens: int | None = None  # drafted tokens per step, 0..8; 0: plain decoding; None: the server's
+    # Longest and shortest suffix that is looked up (ngram, hybrid; other methods look nothing up), tokens.
+    prompt_lookup_max: int | None = None  # 1..the server's; None: the server's
+    prompt_lookup_min: int | None = None  # 1..prompt_lookup_max; None: the server's, or prompt_lookup_max if less
+
+    def lookup(self, server: "SpeculationConfig") -> tuple[int, int]:
+        """(shortest, longest) for this request. Raises InvalidRequest for lengths beyond the server's longest."""
+        longest = server.prompt_lookup_max if self.prompt_lookup_max is None else self.prompt_lookup_max
+        if longest > server.prompt_lookup_max:
+            expected = f"at most the server's prompt_lookup_max={server.prompt_lookup_max}"
+            raise InvalidRequest("prompt_lookup_max", longest, expected)
+        shortest = min(server.prompt_lookup_min, longest) if self.prompt_lookup_min is None else self.prompt_lookup_min
+        if shortest > longest:
+            raise InvalidRequest("prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
+        return shortest, longest
 
     def validate(self) -> None:
-        """Raises InvalidRequest for a count outside [0, 8]."""
+        """Raises InvalidRequest naming the first field outside its range."""
         if self.num_speculative_tokens is not None:
             _check_int(
                 "num_speculative_tokens",
@@ -158,6 +172,13 @@ class SpeculationParams:
                 GAMMA_MAX,
                 f"an integer in [0, {GAMMA_MAX}] (0 is plain decoding), or unset for the server's",
             )
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                expected = f"an integer in [1, {PROMPT_LOOKUP_MAX}], or unset for the server's"
+                _check_int(name, getattr(self, name), 1, PROMPT_LOOKUP_MAX, expected)
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        if longest is not None and shortest is not None and shortest > longest:
+            raise InvalidRequest("prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
 
 
 @dataclasses.dataclass(frozen=True)

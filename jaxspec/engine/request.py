@@ -39,6 +39,7 @@ class Request:
         sampling: SamplingParams,
         *,
         gamma: int,
+        lookup: tuple[int, int],
         seed: int,
         stop_ids: Sequence[int],
         max_length: int,
@@ -51,6 +52,7 @@ class Request:
         self.request_id = request_id
         self.sampling = sampling
         self.gamma = gamma
+        self.lookup = lookup  # shortest and longest suffix that is looked up
         self.seed = seed
         self.stop_ids = tuple(stop_ids)
         self.max_length = max_length  # committed length (prompt included) that ends it with "length"

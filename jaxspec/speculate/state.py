@@ -36,6 +36,8 @@ class RowParams(NamedTuple):
     min_length_B: jax.Array  # stop tokens are banned below this committed length
     max_length_B: jax.Array  # the row finishes with "length" here
     wants_logprobs_B: jax.Array  # bool
+    lookup_min_B: jax.Array  # int32, shortest suffix of the row that a lookup goes by, tokens
+    lookup_max_B: jax.Array  # int32, longest one
 
 
 class DecodeState(NamedTuple):

@@ -69,6 +69,8 @@ class Decoder:
             min_length_B=jnp.zeros((rows,), jnp.int32),
             max_length_B=jnp.zeros((rows,), jnp.int32),
             wants_logprobs_B=jnp.zeros((rows,), bool),
+            lookup_min_B=jnp.ones((rows,), jnp.int32),
+            lookup_max_B=jnp.zeros((rows,), jnp.int32),
         )
         return DecodeState(
             tokens_BS=jnp.zeros((rows, slots), jnp.int32),

@@ -180,6 +180,13 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
     )
+    flag(
+        "--draft-vocab-size",
+        "draft_vocab_size",
+        "ids that the draft model may say, the most frequent ones; default all",
+        type=int,
+        metavar="N",
+    )
     flag("--tree-choices", "tree_choices", "medusa's tree: 4,2,1 or [[0],[1],[0,0]]; several with ;", metavar="TREE")
     flag(
         "--tree-topk",
@@ -228,6 +235,9 @@ def speculation_from(args: argparse.Namespace) -> SpeculationConfig:
     config = SpeculationConfig.from_mapping(values)
     if config.method == "draft_model" and config.model is None:
         raise UserError("method draft_model: expected the draft's folder in --draft, got none")
+    if config.method == "hybrid" and (config.model is None) == (config.heads is None):
+        got = "none" if config.model is None else "both"
+        raise UserError(f"method hybrid: expected the draft's folder in --draft or the heads' in --heads, got {got}")
     if config.method in HEADS_METHODS and config.heads_folder is None:
         raise UserError(f"method {config.method}: expected the heads' folder in --heads, got none")
     return config
@@ -254,10 +264,10 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 def unused_note(config: SpeculationConfig) -> str | None:
     """A line about a folder that the method ignores, or None."""
-    takes_heads = config.method in HEADS_METHODS
-    if config.heads is not None and not takes_heads:
+    if config.heads is not None and not config.takes_heads:
         return f"--heads {config.heads}: ignored, method {config.method} uses no heads"
-    if config.model is not None and config.method != "draft_model" and not (takes_heads and config.heads is None):
+    takes_model = config.takes_draft or (config.takes_heads and config.heads is None)
+    if config.model is not None and not takes_model:
         return f"--draft {config.model}: ignored, method {config.method} uses no draft model"
     return None
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.checkpoint import Checkpoint, open_checkpoint, open_heads, restore_params
+from jaxspec.engine.draft_vocab import trim_vocab
 from jaxspec.engine.params import HEADS_METHODS, SpeculationConfig
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
@@ -17,6 +18,7 @@ from jaxspec.model.llama import ModelDef, define
 from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
 from jaxspec.speculate.drafters import Drafter
 from jaxspec.speculate.drafters.eagle import EagleDrafter
+from jaxspec.speculate.drafters.hybrid import HybridDrafter
 from jaxspec.speculate.drafters.linear import LinearDrafter
 from jaxspec.speculate.drafters.medusa import MedusaDrafter
 from jaxspec.speculate.drafters.ngram import NgramDrafter
@@ -59,26 +61,61 @@ def make_drafting(
     draft = draft if draft is not None else speculation.model
     heads = heads if heads is not None else speculation.heads
     method = speculation.method
+    if method == "hybrid" and draft is not None and heads is not None:
+        raise UserError("method hybrid: expected a draft checkpoint or heads, got both")
     if method in HEADS_METHODS and heads is None:
         draft, heads = None, draft
     notes = []
-    if draft is not None and method != "draft_model":
+    if draft is not None and method not in ("draft_model", "hybrid"):
         notes.append(f"draft {draft}: ignored by method {method}")
-    if heads is not None and method not in HEADS_METHODS:
+    if heads is not None and method not in (*HEADS_METHODS, "hybrid"):
         notes.append(f"heads {heads}: ignored by method {method}")
-    if speculation.tree_choices is not None and method != "medusa":
-        notes.append(f"tree_choices: ignored by method {method}")
+    if speculation.draft_vocab_size is not None and (draft is None or method not in ("draft_model", "hybrid")):
+        notes.append("draft_vocab_size: ignored without a draft model")
     if method == "draft_model":
         if draft is None:
             raise UserError("draft: method draft_model needs a draft checkpoint, got none")
-        made = _draft_model(target, draft, max_len)
+        made = _draft_model(speculation, target, draft, max_len)
     elif method in HEADS_METHODS:
         if heads is None:
             raise UserError(f"heads: method {method} needs a folder of heads, got none")
         made = _heads(speculation, target, heads, max_len)
+    elif method == "hybrid":
+        made = _hybrid(speculation, target, draft, heads, max_len)
     else:
         made = _lookup(speculation, target)
+    if speculation.tree_choices is not None and not _has_drafter(made.drafter, MedusaDrafter):
+        notes.append("tree_choices: ignored without medusa heads")
     return dataclasses.replace(made, notes=(*notes, *made.notes))
+
+
+def _has_drafter(drafter: Drafter, kind: type) -> bool:
+    return isinstance(drafter.model if isinstance(drafter, HybridDrafter) else drafter, kind)
+
+
+def _hybrid(
+    speculation: SpeculationConfig,
+    target: Target,
+    draft: str | Path | None,
+    heads: str | Path | None,
+    max_len: int,
+) -> Drafting:
+    """A model drafter with a lookup before it."""
+    if draft is not None:
+        made = _draft_model(speculation, target, draft, max_len)
+    elif heads is not None:
+        made = _heads(speculation, target, heads, max_len)
+    else:
+        raise UserError("method hybrid: needs a draft checkpoint or a folder of heads, got none")
+    drafter = made.drafter
+    if isinstance(drafter, LinearDrafter):
+        # After a round of copies the model catches up in its own first pass.
+        drafter = dataclasses.replace(drafter, recent=GAMMA_MAX + 2)
+    # Copies go as deep as is asked, whatever the depth of the model's tree.
+    gammas = tuple(sorted({*made.gammas, GAMMA_MAX}))
+    return dataclasses.replace(
+        made, drafter=HybridDrafter(NgramDrafter(speculation.prompt_lookup_max), drafter), gammas=gammas
+    )
 
 
 def _lookup(speculation: SpeculationConfig, target: Target) -> Drafting:
@@ -95,12 +132,14 @@ def _lookup(speculation: SpeculationConfig, target: Target) -> Drafting:
 # ---- a smaller model -------------------------------------------------------------------------------------------------
 
 
-def _draft_model(target: Target, folder: str | Path, max_len: int) -> Drafting:
+def _draft_model(speculation: SpeculationConfig, target: Target, folder: str | Path, max_len: int) -> Drafting:
     draft = open_checkpoint(folder)
     check_pair(target.checkpoint, draft)
     model = define(draft.config, target.model.sharding, target.model.dtype, target.model.cache_dtype)
     params = restore_params(draft, model.shardings(), target.model.dtype)
     drafter = LinearDrafter(model, target.checkpoint.config.vocab_size, target.valid_vocab)
+    if speculation.draft_vocab_size is not None:
+        drafter, params = trim_vocab(drafter, params, draft.path, speculation.draft_vocab_size)
     limit = draft.config.max_position_embeddings
     return Drafting(drafter, params, limit, GAMMA_BUCKETS, _short_context(f"draft {folder}", limit, max_len))
 
@@ -136,7 +175,9 @@ def check_pair(target: Checkpoint[Any], draft: Checkpoint[Any]) -> None:
 
 def _heads(speculation: SpeculationConfig, target: Target, folder: str | Path, max_len: int) -> Drafting:
     heads = open_heads(folder)
-    check_heads(target.checkpoint, heads, speculation.method)
+    # A hybrid takes heads of any method.
+    method = heads.config.method if speculation.method == "hybrid" else speculation.method
+    check_heads(target.checkpoint, heads, method)
     config, model = heads.config, target.model
     definition = define_heads(config, model.sharding, model.dtype, model.cache_dtype)
     if isinstance(config, MedusaConfig):

@@ -22,9 +22,10 @@ STOP_TOKEN_IDS_MAX: Final = 16
 LOGPROBS_MAX: Final = 8
 SEED_MAX: Final = 2**64 - 1
 PROMPT_LOOKUP_MAX: Final = 16
+DRAFT_VOCAB_MIN: Final = 65  # more than the stop ids of a row, so that banning all of them leaves an id to draft
 
 HEADS_METHODS: Final = ("medusa", "eagle", "eagle3")
-METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "none")
+METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "hybrid", "none")
 REJECTION_SAMPLE_METHODS: Final = ("token", "block", "coupled")
 
 BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
@@ -192,6 +193,8 @@ class SpeculationConfig:
     rejection_sample_method: str = "block"  # docs/laws.md says what each guarantees
     model: str | None = None  # folder of the draft checkpoint, or of the heads where ``heads`` is not given
     heads: str | None = None  # folder of converted speculative heads: medusa, eagle, eagle3
+    # draft_model, hybrid: how many ids the draft may say, 65 to its vocabulary; None: all. draft_vocab.py: which ones.
+    draft_vocab_size: int | None = None
     tree_choices: Any = None  # medusa: a static tree, see jaxspec.speculate.tree.parse_tree_choices; None: a default
     tree_topk: int = 4  # eagle, eagle3: children per node of a dynamic tree, 1..63; 1: a chain, drawn when sampling
     tree_depth: int | None = None  # eagle, eagle3: levels of the tree, 1..8; None: 5, or fewer if fewer are drafted
@@ -219,10 +222,23 @@ class SpeculationConfig:
         for name in ("model", "heads"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise UserError(f"{name}: expected the path of a checkpoint folder, got {getattr(self, name)!r}")
+        if self.draft_vocab_size is not None:
+            expected = f"an integer >= {DRAFT_VOCAB_MIN}, or unset for the draft's whole vocabulary"
+            _check_int("draft_vocab_size", self.draft_vocab_size, DRAFT_VOCAB_MIN, None, expected)
         _check_int("tree_topk", self.tree_topk, 1, NODES_MAX - 1, f"an integer in 1..{NODES_MAX - 1} (1: a chain)")
         if self.tree_depth is not None:
             _check_int("tree_depth", self.tree_depth, 1, GAMMA_MAX, f"an integer in 1..{GAMMA_MAX}")
         _check_int("tree_nodes", self.tree_nodes, 2, NODES_MAX, f"an integer in 2..{NODES_MAX}")
+
+    @property
+    def takes_draft(self) -> bool:
+        """Whether the method uses a draft model."""
+        return self.method == "draft_model" or (self.method == "hybrid" and self.heads is None)
+
+    @property
+    def takes_heads(self) -> bool:
+        """Whether the method uses heads."""
+        return self.method in HEADS_METHODS or (self.method == "hybrid" and self.heads is not None)
 
     @property
     def heads_folder(self) -> str | None:

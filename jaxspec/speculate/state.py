@@ -57,11 +57,15 @@ class DecodeState(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a drafter may see of the rows."""
+    """What a drafter may see of the rows.
+
+    ``asked_B``: levels of drafts that the round wants of each row, int32, 0 for a row at rest; only ``propose`` knows.
+    """
 
     tokens_BS: jax.Array
     length_B: jax.Array
     rows: RowParams
+    asked_B: jax.Array | None = None
 
 
 class Logprobs(NamedTuple):

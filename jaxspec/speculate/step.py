@@ -161,7 +161,8 @@ class Decoder:
         drafts, tree = _no_drafts(n_B.shape[0]), None
         if gamma > 0:
             draws = Draws(state.rows.seed_B2, n_B, coupled=self.law == "coupled")
-            proposal, drafter_state = self.drafter.propose(params.drafter, model, state.drafter, context, gamma, draws)
+            asked = context._replace(asked_B=gamma_B)
+            proposal, drafter_state = self.drafter.propose(params.drafter, model, state.drafter, asked, gamma, draws)
             if proposal.levels_B is not None:
                 gamma_B = jnp.minimum(gamma_B, proposal.levels_B)
             topology = proposal.topology

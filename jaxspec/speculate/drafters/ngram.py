@@ -29,8 +29,9 @@ def look_up(
 ) -> Lookup:
     """Finds the longest earlier occurrence of the last tokens, ``shortest_B`` to ``longest_B`` of them, row by row.
 
-    ``limit`` (static): no row's ``longest_B`` is larger. Of several equally long ones the latest counts. What followed it is copied; where the copy would run past the
-    committed tokens it goes on in the copy itself, as the text would if it went round in a loop.
+    ``limit`` (static): no row's ``longest_B`` is larger. Of several equally long ones the latest counts. What followed
+    it is copied; where the copy would run past the committed tokens it goes on in the copy itself, as the text would if
+    it went round in a loop.
     """
     slots = tokens_BS.shape[1]
     ends_S = jnp.arange(slots, dtype=jnp.int32)

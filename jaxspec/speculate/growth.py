@@ -102,7 +102,7 @@ def grow_level(growth: Growth, logits_BKV: jax.Array, topk: int) -> Growth:
     best_BKC, ids_BKC = largest_of(logits_BKV.astype(jnp.float32), topk)
     peak_BK1 = best_BKC[..., :1]
     mass_BK1 = jnp.sum(jnp.exp(logits_BKV.astype(jnp.float32) - peak_BK1), axis=-1, keepdims=True)
-    # No rounding may lift a child above its parent: see `select`.
+    # However exp and log round, no child may be lifted above its parent: see `select`.
     log_p_BKC = jnp.minimum(best_BKC - peak_BK1 - jnp.log(mass_BK1), 0)
     score_BKC = frontier.score_BK[:, :, None] + log_p_BKC
     score_BKC = jnp.where(score_BKC > -jnp.inf, score_BKC, -jnp.inf)  # NaN becomes -inf too
@@ -192,13 +192,11 @@ def largest_of(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
         x_RGC = jnp.pad(x_RV, ((0, 0), (0, -vocab % GROUP)), constant_values=-jnp.inf)
         x_RGC = x_RGC.reshape(x_RV.shape[0], GROUP, -1)
         _, group_RC = lax.top_k(jnp.max(x_RGC, axis=1), width)
-        group_RC = jnp.sort(group_RC.astype(jnp.int32), axis=1)
         inside_RX = jnp.take_along_axis(x_RGC, group_RC[:, None, :], axis=2).reshape(x_RV.shape[0], -1)
         values_RC, place_RC = lax.top_k(inside_RX, width)
         column_RC = jnp.take_along_axis(group_RC, place_RC % width, axis=1)
+        # Never the padding, even in a row of -inf alone: it lies in the last places, and ties go to the earlier ones.
         ids_RC = (place_RC // width) * x_RGC.shape[2] + column_RC
-        # A row with fewer numbers than `width` may end in the padding, which must not be a token.
-        ids_RC = jnp.minimum(ids_RC.astype(jnp.int32), vocab - 1)
     else:
         values_RC, ids_RC = lax.top_k(x_RV, width)
     shape = (*x.shape[:-1], width)

@@ -132,6 +132,7 @@ def test_every_way_to_write_paths() -> None:
         ([], ["expected at least one path, got none"]),
         ([[a] for a in range(40)] + [[0, a] for a in range(24)], ["at most 63 nodes below the root, got 64"]),
         ("8,8", ["at most 63 nodes below the root, 8,8 has 72"]),
+        ("32,1", ["at most 63 nodes below the root, 32,1 has 64"]),
         ("9999999,9999999,9999999", ["at most 63 nodes below the root, 9999999,9999999,9999999 has"]),
         ("1,1,1,1,1,1,1,1,1", ["expected 1 to 8 counts of at least 1, got 1,1,1,1,1,1,1,1,1"]),
         ("4,0", ["expected 1 to 8 counts of at least 1, got 4,0"]),
@@ -171,6 +172,7 @@ def test_tokens_by_depth_and_rank() -> None:
     ranked_BDC = jnp.arange(2 * 3 * 5).reshape(2, 3, 5)  # row 30, depth 5, rank 1
     tokens = StaticTree(UNEVEN).tokens(ranked_BDC)
     assert tokens.tolist() == [[0, 1, 2, 5, 6, 5, 10], [15, 16, 17, 20, 21, 20, 25]]
+    assert StaticTree(((0,), (3,), (3, 4))).tokens(ranked_BDC).tolist() == [[0, 3, 9], [15, 18, 24]]
 
 
 def expected_accepted(choices, hits) -> float:

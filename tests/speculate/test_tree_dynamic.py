@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.errors import UserError
+from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate import growth
 from jaxspec.speculate.growth import NOWHERE, DynamicTree, Selected, start
 from jaxspec.speculate.topology import ancestors
@@ -180,6 +181,7 @@ def test_places_that_nothing_fills_are_last_and_dead() -> None:
     assert found.tokens_BJ[0, :3].tolist() == [1, 2, 7]
     assert found.topology.parent_BJ[0].tolist() == [0, 0, 1] + [0] * 7
     assert found.topology.depth_BJ[0].tolist() == [1, 1, 2] + [NOWHERE] * 7
+    assert NOWHERE > GAMMA_MAX  # so that no bound on levels makes such a place live
     assert found.candidate_BJ[0, 3:].tolist() == [0] * 7
     assert jnp.isneginf(found.score_BJ[0, 3:]).all()
     assert ((found.tokens_BJ >= 0) & (found.tokens_BJ < VOCAB)).all()
@@ -236,12 +238,11 @@ def test_no_levels_no_live_node() -> None:
 @st.composite
 def growths(draw):
     """Levels of logits for two rows. Coarse values, so that ties, certainty and impossible tokens are common."""
-    topk, levels = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    # A few shapes, since each is compiled.
+    topk, levels, drafts = draw(st.sampled_from([(1, 3, 2), (2, 1, 2), (2, 3, 7), (3, 4, 9), (4, 2, 5)]))
     values = draw(st.sampled_from([[0.0], [0.0, 1.0], [-np.inf, 0.0, 40.0], [-1e30, 0.0, 1e30], [-3.0, 0.5, np.nan]]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     shapes = [(2, topk if level else 1, VOCAB) for level in range(levels)]
-    candidates = topk + (levels - 1) * topk**2
-    drafts = draw(st.integers(1, min(candidates, 9)))
     return topk, [rng.choice(np.asarray(values, np.float32), shape) for shape in shapes], drafts
 
 

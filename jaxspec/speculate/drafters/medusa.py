@@ -18,9 +18,9 @@ from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import Llama
 from jaxspec.speculate.drafters import Blind, Features, Proposal, Seen
 from jaxspec.speculate.growth import largest_of
-from jaxspec.speculate.noise import Draws
-from jaxspec.speculate.sampling import mask_logits
-from jaxspec.speculate.state import Context
+from jaxspec.speculate.noise import Draws, gumbel
+from jaxspec.speculate.sampling import CANDIDATES, final_law, mask_logits
+from jaxspec.speculate.state import Context, RowParams
 from jaxspec.speculate.tree import StaticTree
 
 
@@ -33,7 +33,11 @@ class MedusaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(Blind):
-    """The candidates are each head's likeliest tokens, undrawn. Ids from ``valid_vocab`` on are not among them."""
+    """The candidates are each head's likeliest tokens, undrawn. Ids from ``valid_vocab`` on are not among them.
+
+    Under the coupled law they are the likeliest to be the target's choice: those with the largest log q + g, with the
+    noise g of their position. Any draft is exact there, for the law only asks whether it is that choice.
+    """
 
     heads: HeadsDef
     tree: StaticTree
@@ -71,9 +75,11 @@ class MedusaDrafter(Blind):
         hidden_BTD = state.hidden_BD[:, None, :]
         logits_BDV = jnp.concatenate([head(hidden_BTD, tables) for head in list(module.heads)[: tree.depth]], axis=1)
         offsets_D = jnp.arange(tree.depth, dtype=jnp.int32)
-        ban_BD = context.length_B[:, None] + offsets_D[None, :] < rows.min_length_B[:, None]
+        positions_BD = context.length_B[:, None] + offsets_D[None, :]
+        ban_BD = positions_BD < rows.min_length_B[:, None]
         logits_BDV = mask_logits(logits_BDV, rows.stop_ids_BE, ban_BD, self.valid_vocab)
-        _, ranked_BDC = largest_of(logits_BDV, max(tree.topk(depth + 1) for depth in range(tree.depth)))
+        width = max(tree.ranks) + 1
+        ranked_BDC = _ranked(logits_BDV, positions_BD, rows, width, draws)
         return Proposal(tree.tokens(ranked_BDC), None, tree.topology(context.length_B.shape[0])), state
 
     def commit(
@@ -95,3 +101,19 @@ class MedusaDrafter(Blind):
 
     def ready(self, state: MedusaState, context: Context) -> jax.Array:
         return jnp.where(state.known_B, self.tree.depth, 0).astype(jnp.int32)
+
+
+def _ranked(logits_BDV: jax.Array, positions_BD: jax.Array, rows: RowParams, width: int, draws: Draws) -> jax.Array:
+    """The ``width`` best candidates for each depth, best first, int32 [B, D, C]."""
+    _, likeliest_BDC = largest_of(logits_BDV, width)
+    if not draws.coupled:
+        return likeliest_BDC
+
+    def noisy() -> jax.Array:
+        q_BDX, ids_BDX = largest_of(final_law(logits_BDV, rows.sampling), min(CANDIDATES, logits_BDV.shape[-1]))
+        score_BDX = jnp.log(q_BDX) + gumbel(rows.seed_B2, positions_BD, ids_BDX)
+        _, place_BDC = largest_of(score_BDX, width)
+        noisy_BDC = jnp.take_along_axis(ids_BDX, place_BDC, axis=2)
+        return jnp.where((rows.sampling.temperature_B > 0)[:, None, None], noisy_BDC, likeliest_BDC)
+
+    return jax.lax.cond(jnp.any(rows.sampling.temperature_B > 0), noisy, lambda: likeliest_BDC)

@@ -61,7 +61,9 @@ def follow(rig: Rig, trace: Trace) -> list[Step]:
     def note(batch, running) -> None:
         (request,) = running.values()
         tokens_BJ, parent_BJ = propose(programs.params, batch._state)
-        proposals.append(([request.token_ids[-1], *np.asarray(tokens_BJ)[0].tolist()], np.asarray(parent_BJ)[0].tolist()))
+        proposals.append(
+            ([request.token_ids[-1], *np.asarray(tokens_BJ)[0].tolist()], np.asarray(parent_BJ)[0].tolist())
+        )
 
     # Room to draft all levels in every step that is compared.
     job = Job(trace.prompt, greedy(len(trace.generated) + depth + 1))

@@ -1,6 +1,7 @@
 """Medusa on the running engine: the authors' trace, and exactness whatever its heads say."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -94,10 +95,10 @@ def test_stop_ids_are_not_drafted_while_they_are_banned(medusa, goldens):
     assert medusa.run(golden.ids, sampling, 4).token_ids == plain.token_ids
 
 
-def sampled(goldens, temperature: float = 0.7) -> list[Job]:
+def sampled(goldens) -> list[Job]:
     names = ("p7", "p33", "p1", "p150", "p7", "p33")
     return [
-        Job(goldens[name].ids, SamplingParams(max_tokens=29, temperature=temperature, seed=i, ignore_eos=True), gamma)
+        Job(goldens[name].ids, SamplingParams(max_tokens=29, temperature=0.7, seed=i, ignore_eos=True), gamma)
         for i, (name, gamma) in enumerate(zip(names, (4, 2, 1, 3, 4, 0), strict=True))
     ]
 
@@ -114,13 +115,13 @@ def test_a_seeded_request_is_the_same_alone_and_in_company(medusa, goldens):
 def test_sampled_text_follows_the_target(medusa):
     """Token law over a tree of undrawn drafts; the false-alarm rate is that of test_law.py."""
     rng = np.random.default_rng(43)
-    jobs = [
-        Job(rng.integers(0, 490, size=5).tolist(), SamplingParams(max_tokens=41, seed=i, ignore_eos=True, **options), 4)
-        for i in range(48)
-        for options in ({"temperature": 0.5}, {"temperature": 1.0, "top_k": 7})
-    ]
+    jobs = []
+    for seed in range(24):
+        for options in ({"temperature": 0.5}, {"temperature": 1.0, "top_k": 7}):
+            sampling = SamplingParams(max_tokens=61, seed=seed, ignore_eos=True, **options)  # pyright: ignore
+            jobs.append(Job(rng.integers(0, 490, size=5).tolist(), sampling, 4))
     ranks = Ranks(medusa, jobs, medusa.chunks(jobs))
-    for offset, at_least in ((0, 1000), (1, 200), (2, 30)):
+    for offset, at_least in ((0, 2000), (1, 100)):
         ranks.assert_uniform(offset, at_least)
     assert abs(ranks.z) < 5
 
@@ -139,13 +140,17 @@ def test_a_cancelled_rows_slot_is_used_again_at_once(medusa, goldens):
 
 
 def test_the_coupled_law_gives_the_plain_text_at_any_temperature(heads_rig, goldens):
+    """Alone, token for token, with drafts that are chosen with the noise of their positions."""
     rig = heads_rig("medusa", {"max_slots": 1}, rejection_sample_method="coupled")
     accepted = 0
-    for job in sampled(goldens, 0.7)[:3] + sampled(goldens, 1.3)[:2]:
-        plain = rig.run(*job._replace(gamma=0))
-        done = rig.run(*job._replace(gamma=8))
-        assert done.token_ids == plain.token_ids
-        accepted += done.summary.speculation.num_accepted_draft_tokens
+    cases = itertools.product(goldens, (0.0, 0.3, 0.7, 1.0))
+    for seed, (name, temperature) in enumerate(cases):
+        golden = goldens[name]
+        prompt = [*golden.ids[-9:], *golden.greedy[: 2 * seed]]
+        job = Job(prompt, SamplingParams(max_tokens=19, temperature=temperature, seed=seed, ignore_eos=True), 8)
+        done = rig.run(*job)
+        assert done.token_ids == rig.run(*job._replace(gamma=0)).token_ids
+        accepted += done.summary.speculation.num_accepted_draft_tokens if temperature > 0 else 0
     assert accepted > 10
 
 

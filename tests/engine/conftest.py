@@ -133,12 +133,25 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def make(
-        target="tiny-llama3", *, draft=None, method="ngram", warm=True, folder=None, draft_folder=None, **options
+        target="tiny-llama3",
+        *,
+        draft=None,
+        method="ngram",
+        law="token",
+        warm=True,
+        folder=None,
+        draft_folder=None,
+        **options,
     ) -> Rig:
         if draft is not None:
             method, draft_folder = "draft_model", draft_folder or checkpoints(draft)
         options = {"mesh": "1", "max_slots": SLOTS, "max_len": MAX_LEN, "max_queue": 4096, **options}
-        speculation = SpeculationConfig(method=method, prompt_lookup_min=LOOKUP_MIN, prompt_lookup_max=LOOKUP_MAX)
+        speculation = SpeculationConfig(
+            method=method,
+            rejection_sample_method=law,
+            prompt_lookup_min=LOOKUP_MIN,
+            prompt_lookup_max=LOOKUP_MAX,
+        )
         engine = Engine.load(folder or checkpoints(target), draft=draft_folder, speculation=speculation, **options)
         if warm:
             engine.warmup()

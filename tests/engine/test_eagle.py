@@ -170,20 +170,21 @@ def test_a_seeded_request_is_the_same_alone_and_in_company(rigs, texts, name):
     assert len(set(alone)) == 6
 
 
-@pytest.mark.parametrize("name", RIGS)
+@pytest.mark.parametrize("name", ["eagle1-chain", "eagle3-chain", "eagle3-tree"])
 def test_sampled_text_follows_the_target(rigs, texts, name):
-    """Drawn chains by token and block, an undrawn tree by token; the false-alarm rate is that of test_law.py."""
+    """Drawn chains by token and block, an undrawn tree by token; the false-alarm rate is that of test_law.py.
+
+    The heads know the greedy texts alone, so each job leaves such a text at another place, and is short.
+    """
     rig = rigs(name)
-    jobs = [
-        Job(
-            [*golden.ids[-9:], *golden.greedy[:n]], SamplingParams(max_tokens=23, seed=n, ignore_eos=True, **options), 4
-        )
-        for golden in texts[RIGS[name][0]].values()
-        for n in range(7, 55, 6)
-        for options in ({"temperature": 0.3}, {"temperature": 1.0, "top_k": 5})
-    ]
+    jobs = []
+    for golden in texts[RIGS[name][0]].values():
+        for n in range(0, 56, 2):
+            for options in ({"temperature": 0.4}, {"temperature": 1.0, "top_k": 2}):
+                sampling = SamplingParams(max_tokens=6, seed=n, ignore_eos=True, **options)  # pyright: ignore
+                jobs.append(Job([*golden.ids, *golden.greedy[:n]], sampling, 4))
     ranks = Ranks(rig, jobs, rig.chunks(jobs))
-    for offset, at_least in ((0, 500), (1, 200), (2, 30)):
+    for offset, at_least in ((0, 300), (1, 60), (2, 30)):
         ranks.assert_uniform(offset, at_least)
     assert abs(ranks.z) < 5
 
@@ -232,7 +233,7 @@ def test_the_coupled_law_gives_the_plain_text_at_any_temperature(heads_rig, text
     accepted = 0
     for seed, (name, temperature) in enumerate(itertools.product(NAMES, (0.0, 0.3, 0.7, 1.0))):
         golden = texts["eagle3"][name]
-        prompt = [*golden.ids[-9:], *golden.greedy[: 3 * seed]]
+        prompt = [*golden.ids, *golden.greedy[: 4 * seed]]
         job = Job(prompt, SamplingParams(max_tokens=19, temperature=temperature, seed=seed, ignore_eos=True), 8)
         done = rig.run(*job)
         assert done.token_ids == rig.run(*job._replace(gamma=0)).token_ids

@@ -57,6 +57,25 @@ def parser() -> argparse.ArgumentParser:
     score.add_argument("--logits", metavar="OUT.npz", type=Path, help="write logits_0 [T, V] float32, logits_1, ...")
     score.add_argument("--json", action="store_true", help="print one JSON object, with every log-probability")
     score.set_defaults(run=run_score, max_len=None)
+
+    check = commands.add_parser(
+        "check-lossless",
+        help="test on this very checkpoint that speculation changes nothing",
+        description="Samples thousands of seeded texts with speculation and tests every position against the target's "
+        "own law; compares greedy text, and sampled text under the coupled law, with plain decoding token for token. "
+        "Exit status 0 when it is lossless, 1 when it is not.",
+    )
+    options.add_model_flags(check)
+    options.add_speculation_flags(check)
+    group = check.add_argument_group("what to test")
+    group.add_argument("--samples", type=int, metavar="N", default=2000, help="sampled texts, 100 or more")
+    group.add_argument("--tokens", type=int, metavar="N", default=12, help="tokens of each, 1 to 128")
+    group.add_argument("--temperature", type=float, metavar="T", default=0.7, help="of sampled texts, above 0")
+    group.add_argument("--top-p", type=float, metavar="P", default=0.9, help="of sampled texts")
+    group.add_argument("--false-alarm", type=float, metavar="A", default=1e-3, help="chance of a wrong alarm")
+    group.add_argument("--prompt", metavar="TEXT", action="append", help="may be repeated; else made ones")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+    check.set_defaults(run=run_check, max_len=None)
     return parser
 
 
@@ -66,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         try:
-            args.run(args)
+            status = args.run(args)
             sys.stdout.flush()
+            if status is not None:
+                return status
         except BrokenPipeError:
             # Whoever read has enough; what is left in the buffer must not fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -195,6 +216,36 @@ def run_score(args: argparse.Namespace) -> None:
     rows = [(f"sequence {index}", totals([each])) for index, each in enumerate(scores)] if len(scores) > 1 else []
     for name, total in (*rows, ("all", totals(scores))):
         sys.stdout.write(f"{name}: {in_words(total)}\n")
+
+
+# ---- check-lossless --------------------------------------------------------------------------------------------------
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Runs the tests and prints the verdict. Exit status 0 when lossless, 1 when not."""
+    from jaxspec.check import Task, run, show
+
+    if args.samples < 100 or not 1 <= args.tokens <= 128 or not args.temperature > 0 or not 0 < args.false_alarm < 1:
+        raise UserError(
+            "check-lossless: expected --samples of 100 or more, --tokens in 1..128, --temperature above 0 and "
+            f"--false-alarm in (0, 1), got {args.samples}, {args.tokens}, {args.temperature}, {args.false_alarm}"
+        )
+    task = Task(
+        target=args.target,
+        speculation=options.speculation_from(args),
+        mesh=args.mesh,
+        dtype=args.dtype,
+        compilation_cache=args.compilation_cache,
+        samples=args.samples,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        false_alarm=args.false_alarm,
+        prompts=tuple(args.prompt or ()),
+    )
+    report = run(task, lambda line: print(line, file=sys.stderr))
+    sys.stdout.write(f"{json.dumps(report.as_dict())}\n" if args.json else f"{show(report)}\n")
+    return options.EXIT_OK if report.lossless else options.EXIT_FAULT
 
 
 def in_words(total: dict[str, Any]) -> str:

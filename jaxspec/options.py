@@ -228,8 +228,8 @@ def speculation_from(args: argparse.Namespace) -> SpeculationConfig:
     values |= flags
     if values.get("method") is None and values.get("heads") is not None and values.get("model") is not None:
         raise UserError("method: expected one, because both --draft and --heads are given")
-    if values.get("heads") is not None:
-        values.setdefault("method", _method_of(values["heads"]))
+    if values.get("heads") is not None and "method" not in values:
+        values["method"] = _method_of(values["heads"])
     if values.get("model") is not None:
         values.setdefault("method", "draft_model")
     config = SpeculationConfig.from_mapping(values)

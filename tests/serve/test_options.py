@@ -120,7 +120,7 @@ def test_lookup_lengths_that_a_request_leaves_out_are_the_servers() -> None:
     [
         ({"foo": 1, "bar": 2, "method": "ngram"}, "unknown key 'bar', 'foo'"),
         ({"num_beams": 4}, "beam search keeps the most probable texts"),
-        ({"method": "medusa"}, "method: expected one of ngram, draft_model, none"),
+        ({"method": "beam"}, "method: expected one of ngram, draft_model, "),
         ({"rejection_sample_method": "lossy"}, "rejection_sample_method: expected token, block, coupled"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
         ({"prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min"),

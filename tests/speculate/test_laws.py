@@ -1,10 +1,12 @@
 """The token and block laws are lossless on every topology: by enumeration, not by sampling alone."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.speculate import verify
+from jaxspec.speculate import sampling, verify
+from jaxspec.speculate.sampling import RowSampling
 from tests.speculate import oracle
 from tests.speculate.oracle import SHAPES, Case
 
@@ -12,6 +14,7 @@ LAWS = {
     "token": jax.jit(verify.token_law, static_argnums=3),
     "block": jax.jit(verify.block_law, static_argnums=3),
 }
+FINAL_LAW = jax.jit(sampling.final_law)
 PLAIN = {"token": oracle.plain_token_law, "block": oracle.plain_block_law}
 PRECISIONS = [("float64", 1e-6), ("float32", 1e-5)]
 VOCAB, DRAFTED, DEPTH = 4, 7, 3
@@ -34,13 +37,11 @@ PAIRS = {
 }
 
 
-def rounds(law, cases, *, dtype="float64", vocab=VOCAB, width=WIDTH, seed=5, compiled=None):
+def rounds(law, cases, *, dtype="float64", vocab=VOCAB, width=WIDTH):
     """``Committed`` of every case under a law, and what it was computed from."""
     with jax.enable_x64(dtype == "float64"):
-        batch, owner = oracle.plan(cases, vocab, DRAFTED, np.random.default_rng(seed))
-        verdict = oracle.evaluate(
-            compiled or LAWS[law], batch, drawn=cases[0].q is not None, dtype=dtype, depth=DEPTH, width=width
-        )
+        batch, owner = oracle.plan(cases, vocab, DRAFTED, np.random.default_rng(5))
+        verdict = oracle.evaluate(LAWS[law], batch, drawn=cases[0].q is not None, dtype=dtype, depth=DEPTH, width=width)
     results = oracle.committed(cases, batch, owner, verdict, vocab, whole_path=law == "token")
     return results, batch, owner, verdict
 
@@ -110,6 +111,56 @@ def test_a_draft_that_equals_the_target_is_accepted_whole(law, ulps, dtype, tole
         # On the pruned shape a path may end early; elsewhere the first child always stands, and so on down.
         if case.shape in (SHAPES["chain of 3"], SHAPES["2x2 level by level"]):
             assert result.accepted == pytest.approx(case.shape.depth, abs=1e-5)
+
+
+def test_the_enumeration_sees_a_draft_law_from_before_the_filters():
+    """A02: x is drawn from the filtered q but judged with the raw softmax. It accepts more, and it is wrong."""
+    rng = np.random.default_rng(19)
+    p = oracle.tables(rng, VOCAB, DEPTH + 1, oracle.uneven)
+    seeds = rng.integers(2**32, size=2)
+    raw, kept = (
+        oracle.tables(np.random.default_rng(seeds), VOCAB, DEPTH + 1, lambda rng, vocab, k=k: softmax(rng, vocab, k))
+        for k in (0, 2)
+    )
+    cases = [Case(SHAPES["chain of 2"], p, q, kept) for q in (kept, raw)]
+    for law in LAWS:
+        (right, wrong), *_ = rounds(law, cases)
+        plain = oracle.plain_law(p[:3])
+        assert oracle.distance(right.joint(p), plain) < 1e-9
+        assert oracle.distance(wrong.joint(p), plain) > 1e-2
+        assert wrong.accepted > right.accepted
+
+
+def softmax(rng, vocab, top_k):
+    return oracle.sorted_law(rng.normal(size=vocab) * 2, 1.0, top_k=top_k)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 3, "top_p": 0.9, "min_p": 0.05}]
+)
+def test_filtered_laws_of_the_engine_are_lossless_against_the_sorted_reference(filters):
+    """A02, G11: the filters apply to every position, p and q alike; what they remove never appears."""
+    rng = np.random.default_rng(20)
+    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    row = RowSampling(*(jnp.asarray([x]) for x in (0.8, options["top_k"], options["top_p"], options["min_p"])))
+    logits = {x: oracle.tables(rng, VOCAB, DEPTH + 1, lambda rng, vocab: rng.normal(size=vocab) * 2) for x in "pq"}
+
+    def final(tables):
+        flat = np.concatenate([table.reshape(-1, VOCAB) for table in tables]).astype(np.float32)
+        law = np.asarray(FINAL_LAW(jnp.asarray(flat)[None], row))[0]
+        ends = np.cumsum([table.size // VOCAB for table in tables])[:-1]
+        return [part.reshape(table.shape) for part, table in zip(np.split(law, ends), tables, strict=True)]
+
+    p, q = final(logits["p"]), final(logits["q"])
+    cases = [Case(shape, p, q, q) for shape in SHAPES.values()]
+    sorted_p = [np.apply_along_axis(oracle.sorted_law, -1, table, 0.8, **filters) for table in logits["p"]]
+    for law in LAWS:
+        results, *_ = rounds(law, cases, dtype="float32")
+        for case, result in zip(cases, results, strict=True):
+            plain = oracle.plain_law(sorted_p[: case.shape.depth + 1])
+            committed = result.joint(sorted_p)
+            assert oracle.distance(committed, plain) < 1e-5
+            assert committed[plain == 0].max(initial=0) == 0
 
 
 @pytest.mark.parametrize("drawn", [True, False])

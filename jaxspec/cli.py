@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxspec import options, terminal
-from jaxspec.engine.params import Prompt, refuse_beam_search
+from jaxspec.engine.params import HEADS_METHODS, Prompt, refuse_beam_search
 from jaxspec.engine.records import Completion
 from jaxspec.errors import InvalidRequest, UserError
-from jaxspec.shapes import GAMMA_MAX
+from jaxspec.shapes import GAMMA_MAX, NODES_MAX
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Checkpoint
@@ -115,7 +115,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
     max_len = args.max_len
     if max_len is None:
-        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens)
+        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens, speculation.method)
     engine = Engine.load(
         args.target,
         draft=speculation.model,
@@ -136,14 +136,15 @@ def run_generate(args: argparse.Namespace) -> None:
             terminal.show(chunks, colour=terminal.wants_colour(args.color))
 
 
-def context_for(checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None) -> int:
+def context_for(checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None, method: str = "ngram") -> int:
     """The max_len for one request: never below DEFAULT_MAX_LEN unless the model's own context is.
 
     The engine's smallest window is a quarter of max_len. A quarter that holds the whole request means that no window is
     ever outgrown, so nothing compiles twice; powers of two mean that other requests find the same shapes in the
     compilation cache. An open-ended request begins small and may grow, like a server's.
     """
-    needed = prompt_length(checkpoint, prompt) + (max_tokens or 1) + GAMMA_MAX + 1
+    nodes = NODES_MAX if method in (*HEADS_METHODS, "hybrid") else GAMMA_MAX + 1  # slots that a step may need
+    needed = prompt_length(checkpoint, prompt) + (max_tokens or 1) + nodes
     window = 1 << (needed - 1).bit_length()
     wanted = window if max_tokens is None else 4 * window
     return min(checkpoint.config.max_position_embeddings, max(DEFAULT_MAX_LEN, wanted))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from checkpoints_convert.commands import heads, look, to_hf, to_orbax
-from checkpoints_convert.findings import ConversionError
+from checkpoints_convert.findings import ConversionError, one_line
 from jaxspec.errors import UserError
 
 USER_MISTAKE, FAULT, INTERRUPTED = 2, 1, 130
@@ -27,20 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain((str(error),))
         return USER_MISTAKE
     except KeyboardInterrupt:
-        _complain(("interrupted; the same command again goes on from here",))
+        _complain((arguments.interrupted,))
         return INTERRUPTED
     except Exception as error:  # the last line of defence: one line, and nothing left behind (the writer saw to that)
-        _complain((f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}",))
+        _complain((f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",))
         return FAULT
 
 
 def _complain(findings: Sequence[str]) -> None:
     for finding in findings:
-        print(f"error: {finding}", file=sys.stderr)
+        print(f"error: {one_line(finding)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxspec-convert", description="Converts and checks checkpoints.")
+    parser.set_defaults(interrupted="interrupted")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     to_orbax.add_parser(commands)
     to_hf.add_parser(commands)

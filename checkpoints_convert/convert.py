@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -123,7 +124,8 @@ def checked(src: Path, dst: Path, options: Options) -> Iterator[Conversion]:
 
 def entangled(src: Path, dst: Path) -> str | None:
     """Why the two paths cannot go together: replacing or filling one would touch the other."""
-    source, destination = src.resolve(), dst.resolve()
+    # Not Path.resolve, which raises on a link that leads to itself.
+    source, destination = Path(os.path.realpath(src)), Path(os.path.realpath(dst))
     if source == destination:
         return f"{dst}: source and destination are the same"
     if source in destination.parents or destination in source.parents:
@@ -133,7 +135,7 @@ def entangled(src: Path, dst: Path) -> str | None:
 
 def disk_free(dst: Path) -> int:
     """Bytes free where ``dst`` will be."""
-    place = dst.resolve()
+    place = Path(os.path.realpath(dst))
     while not place.is_dir():
         place = place.parent
     return shutil.disk_usage(place).free

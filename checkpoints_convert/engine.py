@@ -18,6 +18,7 @@ from checkpoints_convert.readers import Source, SourceTensor
 from jaxspec.checkpoint import QuantizationError, tensor_sha256
 from jaxspec.checkpoint.int8 import quantize
 from jaxspec.checkpoint.manifest import SCALE, grouped
+from jaxspec.model.config import LlamaConfig
 from jaxspec.model.params import ParamSpec, param_specs
 
 Dtype = Literal["keep", "float32", "bfloat16"]
@@ -51,6 +52,10 @@ class Plan:
 
     source: Source
     leaves: dict[str, Leaf]
+
+    @property
+    def config(self) -> LlamaConfig:
+        return self.source.config
 
     @property
     def stored(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:

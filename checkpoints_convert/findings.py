@@ -3,8 +3,32 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from jaxspec.errors import UserError
+
+
+# Characters of a line that are kept at its two ends. Files put names and values of any length into messages.
+_HEAD: Final = 300
+_TAIL: Final = 150
+
+
+def one_line(text: str) -> str:
+    """``text`` as one printable line of bounded length: newlines and control characters escaped, the middle left out.
+
+    >>> one_line("a\\nb"), len(one_line("x" * 5000))
+    ('a\\\\nb', 455)
+    """
+    text = _cut(text)
+    return text if text.isprintable() else _cut("".join(map(_escaped, text)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _HEAD + _TAIL + 5 else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
 
 
 class ConversionError(UserError):
@@ -20,9 +44,13 @@ class Findings:
     """Collects one line per thing that is wrong, so that a user mends them in one go."""
 
     lines: list[str] = dataclasses.field(default_factory=list)
+    _told: set[str] = dataclasses.field(default_factory=set, repr=False)  # a list alone is slow when much is wrong
 
     def add(self, line: str) -> None:
-        if line not in self.lines:
+        """Adds a finding, as :func:`one_line` has it, unless it was told before."""
+        line = one_line(line)
+        if line not in self._told:
+            self._told.add(line)
             self.lines.append(line)
 
     def raise_if_any(self) -> None:

@@ -4,6 +4,7 @@ Shapes are those of the source, weights [out, in]. A leaf that fuses several sou
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
@@ -111,7 +112,7 @@ def slots(config: LlamaConfig, dialect: Dialect) -> Iterator[Slot]:
         last = [row for row in last if row.leaf != "lm_head"]
     numbered = [(row, i) for i in range(config.num_layers) for row in layer_rows]
     for row, i in [(first, 0), *numbered, *((row, 0) for row in last)]:
-        shape = tuple(np.prod([sizes[letter] for letter in dim], dtype=int).item() for dim in row.part.shape.split(","))
+        shape = tuple(math.prod(sizes[letter] for letter in dim) for dim in row.part.shape.split(","))
         yield Slot(row.names[dialect].format(i=i), row.leaf.format(i=i), row.part, shape)
 
 

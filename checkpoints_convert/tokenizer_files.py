@@ -38,7 +38,11 @@ def carry_tokenizer(source: Source, override: Path | None, folder: Path) -> Carr
             raise UserError(f"--tokenizer {override}: expected a folder with tokenizer.json")
     elif not source.write_tokenizer(folder):
         return None
-    tokenizer = Tokenizer.load(folder)
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except UserError as error:
+        # The folder is a copy that is gone when the message is read: the file's name says enough.
+        raise UserError(str(error).replace(f"{folder}/", "")) from None
     if tokenizer.size > source.config.vocab_size:
         raise UserError(
             f"tokenizer: expected at most {source.config.vocab_size} tokens (vocab_size), got {tokenizer.size}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from checkpoints_convert.findings import Findings
 from jaxspec.errors import UserError
 
 # Token types of the GGUF specification; every other type is ordinary vocabulary.
@@ -98,37 +99,35 @@ def tokenizer_from_gguf(fields: Mapping[str, Any], dst: Path) -> None:
 
 
 def _read(fields: Mapping[str, Any]) -> _Metadata:
-    findings: list[str] = []
+    findings = Findings()
 
     def take(name: str, kind: type, required: bool = True) -> Any:
         value = fields.get(f"tokenizer.{name}")
         if value is None:
             if required:
-                findings.append(f"tokenizer.{name}: missing")
+                findings.add(f"tokenizer.{name}: missing")
         elif not isinstance(value, kind):
-            findings.append(f"tokenizer.{name}: expected {kind.__name__}, got {type(value).__name__}")
+            findings.add(f"tokenizer.{name}: expected {kind.__name__}, got {type(value).__name__}")
             return None
         return value
 
     model = take("ggml.model", str)
     if model not in ("gpt2", None):
-        findings.append(f"tokenizer.ggml.model: expected 'gpt2' (byte-level BPE), got {model!r}")
+        findings.add(f"tokenizer.ggml.model: expected 'gpt2' (byte-level BPE), got {model!r}")
     pre = take("ggml.pre", str)
     if pre is not None and pre not in PRE_TOKENIZERS:
-        findings.append(f"tokenizer.ggml.pre: expected one of {', '.join(sorted(PRE_TOKENIZERS))}, got {pre!r}")
+        findings.add(f"tokenizer.ggml.pre: expected one of {', '.join(sorted(PRE_TOKENIZERS))}, got {pre!r}")
     tokens = take("ggml.tokens", list) or []
     types = take("ggml.token_type", list) or []
     merges = take("ggml.merges", list) or []
-    if tokens and types and len(tokens) != len(types):
-        findings.append(f"tokenizer.ggml.token_type: expected {len(tokens)} entries as in tokens, got {len(types)}")
-    findings += [
-        f"tokenizer.ggml.tokens: expected distinct tokens, got {token!r} {count} times"
-        for token, count in collections.Counter(tokens).items()
-        if count > 1
-    ]
+    if len(tokens) != len(types) and not findings.lines:
+        findings.add(f"tokenizer.ggml.token_type: expected {len(tokens)} entries as in tokens, got {len(types)}")
+    for token, count in collections.Counter(tokens).items():
+        if count > 1:
+            findings.add(f"tokenizer.ggml.tokens: expected distinct tokens, got {token!r} {count} times")
     broken = next((merge for merge in merges if str(merge).count(" ") != 1), None)
     if broken is not None:
-        findings.append(f"tokenizer.ggml.merges: expected two tokens with one space between, got {broken!r}")
+        findings.add(f"tokenizer.ggml.merges: expected two tokens with one space between, got {broken!r}")
     roles: dict[str, int] = {}
     for role in ("bos", "eos", "eot", "eom", "unknown", "padding"):
         token_id = take(f"ggml.{role}_token_id", int, required=False)
@@ -137,11 +136,10 @@ def _read(fields: Mapping[str, Any]) -> _Metadata:
         if 0 <= token_id < len(tokens):
             roles[role] = token_id
         else:
-            findings.append(f"tokenizer.ggml.{role}_token_id: expected an id below {len(tokens)}, got {token_id}")
+            findings.add(f"tokenizer.ggml.{role}_token_id: expected an id below {len(tokens)}, got {token_id}")
     adds_bos = take("ggml.add_bos_token", bool, required=False)
     chat_template = take("chat_template", str, required=False)
-    if findings:
-        raise UserError("; ".join(findings))
+    findings.raise_if_any()
     rules = PRE_TOKENIZERS[str(pre)]
     if adds_bos is None:
         adds_bos = rules.adds_bos and "bos" in roles

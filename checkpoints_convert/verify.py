@@ -3,17 +3,19 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from checkpoints_convert.engine import Plan, fill_group, make_plan
+from checkpoints_convert.engine import make_plan
 from checkpoints_convert.findings import Findings
+from checkpoints_convert.heads.convert import open_heads_source
 from checkpoints_convert.progress import Reporter
 from checkpoints_convert.readers import open_source
 from jaxspec.checkpoint import Checkpoint, open_any, read_stored, tensor_sha256
-from jaxspec.checkpoint.int8 import dequantize
+from jaxspec.checkpoint.int8 import dequantize, quantize
 from jaxspec.checkpoint.manifest import SCALE
+from jaxspec.model.config import LlamaConfig
 from jaxspec.text import Tokenizer
 
 
@@ -35,6 +37,17 @@ class Verified:
     findings: tuple[str, ...]
 
 
+class Reference(Protocol):
+    """A source, opened and mapped: what its leaves are and how they are read."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def groups(self) -> dict[str, list[str]]: ...
+
+    def fill(self, names: Iterable[str], /) -> dict[str, np.ndarray]: ...
+
+
 def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
     """Recomputes the sha256 of every stored tensor, and with ``against`` compares each with the source.
 
@@ -43,16 +56,14 @@ def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
     """
     checkpoint = open_any(path)
     records = checkpoint.manifest.tensors
-    plan: Plan | None = None
+    reference = None if against is None else _reference(checkpoint, against)
     findings = Findings()
-    if against is not None:
-        int8 = any(record.dtype == "int8" for record in records.values())
-        plan = make_plan(open_source(against, "auto"), "keep", int8=int8)
-        _compare_configs(checkpoint, plan, findings)
+    if reference is not None:
+        _compare_configs(checkpoint, reference, findings)
     worst: Difference | None = None
     total = sum(record.nbytes for record in records.values())
     with progress.stage("verifying", total) as advance:
-        for group, names in _groups(checkpoint, plan):
+        for group, names in _groups(checkpoint, reference):
             stored: dict[str, np.ndarray] = {}
             with findings.collecting():
                 stored = read_stored(checkpoint, group)
@@ -60,47 +71,55 @@ def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
                 if tensor_sha256(array) != records[name].sha256:
                     findings.add(f"{name}: its sha256 is not the manifest's")
                 advance(array.nbytes)
-            if plan is not None:
-                for found in _differences(stored, plan, names, findings):
+            if reference is not None:
+                known = set(reference.groups().get(group, ()))
+                source = reference.fill([name for name in names if name in known and name in stored])
+                for found in _differences(checkpoint, stored, source, findings):
                     worst = found if worst is None or found.max_abs > worst.max_abs else worst
     _check_tokenizer(checkpoint, findings)
     return Verified(len(records), total, worst, tuple(findings.lines))
 
 
-def _groups(checkpoint: Checkpoint[Any], plan: Plan | None) -> Iterator[tuple[str, list[str]]]:
+def _reference(checkpoint: Checkpoint[Any], against: Path) -> Reference:
+    if isinstance(checkpoint.config, LlamaConfig):
+        return make_plan(open_source(against, "auto"), "keep")
+    return open_heads_source(against, None, checkpoint.config.vocab_size, "keep")
+
+
+def _groups(checkpoint: Checkpoint[Any], reference: Reference | None) -> Iterator[tuple[str, list[str]]]:
     """The checkpoint's groups with their parameters, in the order in which a source is read forward."""
     groups = checkpoint.groups()
-    order = groups if plan is None else [group for group in plan.groups() if group in groups]
+    order = groups if reference is None else [group for group in reference.groups() if group in groups]
     for group in [*order, *(group for group in groups if group not in order)]:
         yield group, [name for name in groups[group] if name in checkpoint.specs]
 
 
-def _compare_configs(checkpoint: Checkpoint[Any], plan: Plan, findings: Findings) -> None:
-    ours, theirs = checkpoint.config.to_json(), plan.source.config.to_json()
-    for key, value in theirs.items():
-        if ours[key] != value:
-            findings.add(f"config.json: {key} is {ours[key]!r}, the source says {value!r}")
+def _compare_configs(checkpoint: Checkpoint[Any], reference: Reference, findings: Findings) -> None:
+    ours, theirs = checkpoint.config.to_json(), reference.config.to_json()
+    for key in theirs | ours:
+        if ours.get(key) != theirs.get(key):
+            findings.add(f"config.json: {key} is {ours.get(key)!r}, the source says {theirs.get(key)!r}")
 
 
 def _differences(
-    stored: Mapping[str, np.ndarray], plan: Plan, names: Iterable[str], findings: Findings
+    checkpoint: Checkpoint[Any], stored: Mapping[str, np.ndarray], source: dict[str, np.ndarray], findings: Findings
 ) -> Iterator[Difference]:
     """Compares bits with what a conversion to the stored dtype gives, and values with the source's own."""
-    fits = [name for name in names if name in stored and name in plan.leaves]
-    fits = [name for name in fits if plan.leaves[name].spec.shape == stored[name].shape]
-    source = plan.fill(fits)
-    for name in fits:
-        values = source.pop(name)
-        if name + SCALE in stored:
-            expected = fill_group(plan, [name]).tensors
-            unequal = sum(_unequal_bits(stored[key], expected[key]) for key in (name, name + SCALE))
-            ours = dequantize(stored[name], stored[name + SCALE])
+    for name in list(source):
+        values, ours = source.pop(name), stored[name]
+        if values.shape != ours.shape:
+            findings.add(f"{name}: is {list(ours.shape)}, the source's {list(values.shape)}")
+            continue
+        int8 = name + SCALE in stored
+        if int8:
+            expected, scale, *_ = quantize(values, checkpoint.specs[name].n_in)
+            unequal = _unequal_bits(ours, expected) + _unequal_bits(stored[name + SCALE], scale)
+            ours = dequantize(ours, stored[name + SCALE])
         else:
-            ours = stored[name]
             unequal = _unequal_bits(ours, values.astype(ours.dtype, copy=False))
         if unequal:
             findings.add(f"{name}: differs from the source in {unequal} of {values.size} values")
-        exact = values.dtype == ours.dtype and not unequal and name + SCALE not in stored
+        exact = values.dtype == ours.dtype and not unequal and not int8
         yield Difference(name, 0.0 if exact else _max_abs(ours, values))
 
 

@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files from DIR")
     parser.add_argument("--force", action="store_true", help="replace an earlier checkpoint at DST")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, interrupted="interrupted; the same command again goes on from here")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -96,7 +96,7 @@ def _checked(
     heads: Heads | None = None
     export: Export | None = None
     with findings.collecting():
-        heads = _opened(src, method, None if model is None else model.config.vocab_size, dtype)
+        heads = open_heads_source(src, method, None if model is None else model.config.vocab_size, dtype)
     if heads is not None and model is not None:
         heads = fitted(heads, model, findings)
     if heads is not None and to != "orbax":
@@ -110,7 +110,8 @@ def _checked(
     return heads, export, model
 
 
-def _opened(src: Path, method: Method | None, target_vocab: int | None, dtype: Dtype) -> Heads:
+def open_heads_source(src: Path, method: Method | None, target_vocab: int | None, dtype: Dtype) -> Heads:
+    """Opens heads, foreign or ours, and maps every tensor. Raises ConversionError listing everything that is wrong."""
     if is_ours(src):
         checkpoint = open_heads(src)
         if method is not None and checkpoint.config.method != method:

@@ -1,5 +1,6 @@
 """The one table of names for heads: what every format calls each part of each leaf, and how a part lies in its leaf."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
@@ -128,4 +129,4 @@ def _shape(config: EagleConfig, row: _Row, leaf: tuple[int, ...]) -> tuple[int, 
         return heads * config.head_dim, leaf[-1]
     if row.part in (GATE, UP):
         return leaf[0], leaf[-1]
-    return leaf[0], int(np.prod(leaf[1:]))
+    return leaf[0], math.prod(leaf[1:])

@@ -17,7 +17,7 @@ def target_ids(heads: ForeignHeads, config: EagleConfig, findings: Findings) -> 
     """
     tensors = heads.tensors
     shapes = {D2T: (config.draft_vocab_size,), T2D: (config.vocab_size,)}
-    integers, masks = (np.dtype(np.int64), np.dtype(np.int32)), (np.dtype(np.bool_), np.dtype(np.uint8))
+    integers, masks = (np.dtype(np.int64), np.dtype(np.int32)), (np.dtype(np.bool_),)
     kinds = {D2T: (integers, "integers"), T2D: (masks, "a mask of booleans")}
     before = len(findings.lines)
     for name, shape in shapes.items():
@@ -33,7 +33,7 @@ def target_ids(heads: ForeignHeads, config: EagleConfig, findings: Findings) -> 
         return None
     d2t = heads.index(D2T).astype(np.int64)
     ids = d2t + np.arange(config.draft_vocab_size)
-    marked = heads.index(T2D) != 0 if T2D in tensors else np.ones(config.vocab_size, np.bool_)
+    marked = heads.index(T2D) if T2D in tensors else np.ones(config.vocab_size, np.bool_)
     if not _agree(ids, marked):
         findings.add(_disagreement(d2t, ids, marked, config))
         return None

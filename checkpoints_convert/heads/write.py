@@ -45,7 +45,7 @@ def exported(heads: Heads, to: To, target: Checkpoint[LlamaConfig] | None) -> Ex
     unsayable(heads.config, dialect, target, findings)
     config, borrowed = _with_tables(heads.config, dialect, target, findings)
     leaves = _Leaves(heads, borrowed, target)
-    if isinstance(config, MedusaConfig):
+    if isinstance(config, MedusaConfig) and config.num_layers > 1:
         _check_blocks(config, leaves, findings)
     findings.raise_if_any()
     slots = {slot.source: slot for slot in head_slots(config, dialect)}

@@ -37,6 +37,8 @@ def _detect(path: Path) -> Literal["hf", "gguf", "meta"]:
                 return "gguf"
         hint = "; of Meta's format, name the folder that holds params.json" if path.suffix == ".pth" else ""
         raise UserError(f"{path}: expected a checkpoint folder or a GGUF file, found another kind of file{hint}")
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a checkpoint folder or a GGUF file, found a device or a pipe")
     if any((path / name).exists() for name in ("config.json", INDEX, SINGLE)):
         return "hf"
     if is_meta_folder(path):

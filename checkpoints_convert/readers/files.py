@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            # Opening a pipe waits for its other end, and a device may do anything: only files are opened.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise UserError(f"{path}: expected a file, found a folder, a device or a pipe")
             # Kept open, so that the system goes on reading ahead; closed with the last tensor that refers to it.
             self._descriptor = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)

@@ -129,7 +129,7 @@ def _vocab_size(file: GgufFile, fields: _Fields) -> int:
     """From the metadata; files that leave it out mean the length of the token list, or of the embedding."""
     embed = file.tensors.get(embed_name("gguf"))
     tokens = file.fields.get("tokenizer.ggml.tokens")
-    default = len(tokens) if tokens else embed.shape[0] if embed else None
+    default = len(tokens) if isinstance(tokens, list) and tokens else embed.shape[0] if embed else None
     return fields.integer("llama.vocab_size", default)
 
 

@@ -5,6 +5,7 @@ and dequantisers are the ``gguf`` library's; its own reader is not used, because
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import struct
@@ -28,6 +29,10 @@ _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 # Smallest possible entries, for judging counts: (name length, type, one byte) and (name length, dims, type, offset).
 _MIN_FIELD: Final = 8 + 4 + 1
 _MIN_TENSOR: Final = 8 + 4 + 4 + 8
+# Far above any checkpoint's, and small in memory: 262,144 tokens with merges are 0.8 million values in 16 MB.
+_MAX_COUNT: Final = 65_536  # of fields, and of tensors
+_MAX_VALUES: Final = 4 << 20  # in the arrays of all fields together
+_MAX_METADATA: Final = 128 << 20  # bytes
 _WINDOW_BYTES: Final = 1 << 16  # of metadata that are read at a time
 _READ_BYTES: Final = 1 << 20  # of raw blocks that are dequantised at a time
 _SCALARS: Final = {
@@ -114,10 +119,13 @@ class _Cursor:
         self.size = file.size
         self.where = file.name
         self.position = 0
+        self._values = 0
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.position:
             self.fail(f"truncated: {what} needs {count} bytes at byte {self.position}, the file has {self.size}")
+        if self.position + count > _MAX_METADATA:
+            self.fail(f"{what} ends at byte {self.position + count}: expected at most {_MAX_METADATA} of metadata")
         begin = self.position - self._window_start
         if begin + count > len(self._window):
             length = min(max(count, _WINDOW_BYTES), self.size - self.position)
@@ -142,6 +150,14 @@ class _Cursor:
             self.fail(f"truncated: {count} {what} take at least {count * smallest} bytes, {left} are left")
         return count
 
+    def elements(self, count: int, smallest: int, name: str) -> int:
+        """As :meth:`at_most`, for the values of an array; each takes some fifty bytes of memory."""
+        self.at_most(count, smallest, f"elements of {name}")
+        self._values += count
+        if self._values > _MAX_VALUES:
+            self.fail(f"{name}: more than {_MAX_VALUES} values in the metadata's arrays")
+        return count
+
     def fail(self, message: str) -> NoReturn:
         raise UserError(f"{self.where}: {message}")
 
@@ -158,6 +174,8 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
     n_tensors, n_fields = cursor.integer(8), cursor.integer(8)
     cursor.at_most(n_fields, _MIN_FIELD, "metadata fields")
     cursor.at_most(n_tensors, _MIN_TENSOR, "tensors")
+    if max(n_fields, n_tensors) > _MAX_COUNT:
+        cursor.fail(f"{n_fields} metadata fields and {n_tensors} tensors: expected at most {_MAX_COUNT} of each")
     return n_tensors, n_fields
 
 
@@ -179,8 +197,9 @@ def _read_array(cursor: _Cursor, name: str) -> list[Any]:
     type_id, count = cursor.integer(4), cursor.integer(8)
     kind = next((kind for kind in _SCALARS if kind == type_id), None)
     if kind is not None:
-        return _scalars(cursor, kind, count, name)
-    cursor.at_most(count, 8, f"elements of {name}")
+        width = np.dtype(_SCALARS[kind]).itemsize
+        return _scalars(cursor, kind, cursor.elements(count, width, name), name)
+    cursor.elements(count, 8, name)
     return [_read_value(cursor, type_id, name, in_array=True) for _ in range(count)]
 
 
@@ -242,12 +261,15 @@ def _reader(
         for first in range(0, rows, step):
             count = min(step, rows - first)
             blocks = file.read(begin + first * row_bytes, count * row_bytes, name).reshape(count, row_bytes)
-            out[first : first + count] = blocks.view(_BFLOAT16) if bfloat16 else quants.dequantize(blocks, kind)
+            # Scales may be infinite, or no numbers: then the values are.
+            with np.errstate(all="ignore"):
+                out[first : first + count] = blocks.view(_BFLOAT16) if bfloat16 else quants.dequantize(blocks, kind)
         return out.reshape(shape)
 
     return read
 
 
+@functools.cache
 def _can_read(kind: GGMLQuantizationType) -> bool:
     """Whether the library has a dequantiser for the type; asked by running it on one block of zeros."""
     if kind == GGMLQuantizationType.BF16:

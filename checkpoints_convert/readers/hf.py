@@ -13,11 +13,13 @@ from checkpoints_convert.readers.files import SourceFile
 from checkpoints_convert.readers.hf_config import llama_config
 from checkpoints_convert.readers.jsonfile import read_object
 from checkpoints_convert.readers.safetensors import read_directory
+from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 GENERATION: Final = "generation_config.json"  # read for its end tokens too
+MAX_TOKENIZER: Final = 64 << 20  # bytes of one file of it; Gemma's, the largest in use, has 33 MB
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -69,8 +71,15 @@ def copy_tokenizer(folder: Path, dst: Path) -> bool:
     if not (folder / "tokenizer.json").is_file():
         return False
     for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, dst / name)
+        path = folder / name
+        if not path.is_file():
+            continue
+        if (size := path.stat().st_size) > MAX_TOKENIZER:
+            raise UserError(f"{name}: {size} bytes: expected at most {MAX_TOKENIZER}")
+        try:
+            shutil.copyfile(path, dst / name)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be copied ({error.strerror})") from None
     return True
 
 
@@ -109,6 +118,13 @@ def _read_weights(folder: Path) -> tuple[dict[str, SourceFile], dict[str, Source
     return files, weights
 
 
+def _is_file_name(text: str) -> bool:
+    """Whether it can only be a file of the folder it is looked up in, and be written into a message and a manifest."""
+    return (
+        text not in ("", ".", "..") and not set(text) & set("/\\") and text.isprintable() and len(text.encode()) < 256
+    )
+
+
 def _read_index(folder: Path) -> dict[str, set[str]]:
     """Names of the tensors by shard. A shard outside the folder is refused."""
     findings = Findings()
@@ -119,7 +135,7 @@ def _read_index(folder: Path) -> dict[str, set[str]]:
         raise AssertionError("unreachable")
     expected: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
+        if not isinstance(shard, str) or not _is_file_name(shard):
             findings.add(f"{INDEX}: {name}: expected the name of a file in the same folder, got {shard!r}")
         else:
             expected.setdefault(shard, set()).add(name)

@@ -10,11 +10,10 @@ import numpy as np
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.readers.base import SourceTensor
 from checkpoints_convert.readers.files import SourceFile
-from checkpoints_convert.readers.jsonfile import parse_object
+from checkpoints_convert.readers.jsonfile import MAX_JSON, parse_object
 from jaxspec.errors import UserError
 
-# The library's own bound; a larger length is a file of another kind.
-_MAX_HEADER: Final = 100_000_000
+_MAX_DIMS: Final = 8
 _LITTLE: Final[Mapping[str, np.dtype]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -63,8 +62,8 @@ def _read_header(file: SourceFile) -> tuple[dict[str, object], int]:
         raise UserError(
             f"{file.name}: truncated, or not safetensors: header of {length} bytes in a file of {file.size}"
         )
-    if length > _MAX_HEADER:
-        raise UserError(f"{file.name}: header of {length} bytes: expected at most {_MAX_HEADER}")
+    if length > MAX_JSON:
+        raise UserError(f"{file.name}: header of {length} bytes: expected at most {MAX_JSON}")
     raw = file.peek(8, length, "the header").tobytes()
     try:
         text = raw.decode("utf-8")
@@ -80,7 +79,9 @@ def _entry(name: str, value: object, where: str) -> _Entry:
         case _:
             raise UserError(f"{where}: {name}: expected dtype, shape and data_offsets, got {str(value)[:80]}")
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
-        raise UserError(f"{where}: {name}: expected a shape of sizes, got {shape}")
+        raise UserError(f"{where}: {name}: expected a shape of sizes, got {str(shape)[:80]}")
+    if len(shape) > _MAX_DIMS:
+        raise UserError(f"{where}: {name}: expected at most {_MAX_DIMS} dimensions, got {len(shape)}")
     if encoding not in _LITTLE:
         raise UserError(f"{where}: {name}: expected dtype {', '.join(_LITTLE)}, got {encoding}")
     nbytes = math.prod(shape) * _LITTLE[encoding].itemsize

@@ -40,7 +40,7 @@ class ChatTemplate:
         """Raises UserError when the source is no valid template."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # not jinja2's alone: one that nests too deeply is a RecursionError or SyntaxError
             raise UserError(f"chat_template: expected a valid jinja2 template, got {_one_line(error)}") from error
         self._source = source
         self._variables = dict(variables)

@@ -22,6 +22,9 @@ from jaxspec.errors import UserError
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
+MAX_TOKENS = 1 << 22  # the largest vocabulary of any model is a tenth of it
+
+
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes: a byte that prints as itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -42,7 +45,11 @@ def token_bytes(document: Mapping[str, Any]) -> list[bytes]:
             f"got model {model.get('type')!r}, decoder {(document.get('decoder') or {}).get('type')!r}"
         )
     added: list[Mapping[str, Any]] = document.get("added_tokens") or []
-    table = [b""] * (1 + max([*vocab.values(), *(token["id"] for token in added)], default=-1))
+    ids = [*vocab.values(), *(token["id"] for token in added)]
+    # Ids number a table: one that is far out would be all of memory, and a negative one another token's.
+    if outside := next((i for i in ids if not isinstance(i, int) or not 0 <= i < MAX_TOKENS), None):
+        raise UserError(f"tokenizer.json: token id {str(outside)[:40]}: expected one in [0, {MAX_TOKENS})")
+    table = [b""] * (1 + max(ids, default=-1))
     for token, token_id in vocab.items():
         try:
             table[token_id] = bytes(map(BYTE_ALPHABET.__getitem__, token))

@@ -228,7 +228,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -244,10 +244,14 @@ def _token_text(value: Any) -> str | None:
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: expected UTF-8 text, got {error.reason} at byte {error.start}") from None
     source = config.get("chat_template")
     if isinstance(source, list):  # several named templates: tools and retrieval have their own, we use the plain one
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        named = [entry for entry in source if isinstance(entry, Mapping)]
+        source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if source is not None and not isinstance(source, str):
         raise UserError(f"tokenizer_config.json: chat_template: expected a string, got {type(source).__name__}")
     return source

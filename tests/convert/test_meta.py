@@ -253,6 +253,8 @@ def test_the_published_models_of_llama_3(sizes, multiplier, ffn, factor) -> None
         ({"dim": 8192, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}, 28672),  # 70B
         ({"dim": 64, "n_heads": 8, "n_kv_heads": 4, "multiple_of": 32, "ffn_dim_multiplier": 0.9}, 160),
         ({"dim": 4096, "n_heads": 32, "n_kv_heads": ..., "multiple_of": ...}, 11008),  # Meta's default is 256
+        # Two thirds are cut to an integer before the multiplier: 1.5 * 170, not 1.5 * 170.67.
+        ({"dim": 64, "n_heads": 8, "n_kv_heads": 4, "multiple_of": 1, "ffn_dim_multiplier": 1.5}, 255),
     ],
 )
 def test_the_feed_forward_width_follows_from_multiple_of(changes, ffn) -> None:

@@ -274,6 +274,8 @@ def test_a_pickle_that_asks_for_another_global_is_refused_by_its_name(kind, tmp_
         (b"\x80\x02}", "needs 1 bytes"),
         (b"\x80\x02c" + b"a" * 300, "a name in the pickle without an end"),
         (b"\x80\x02X\x02\x00\x00\x00\xff\xff.", "not UTF-8"),
+        (b"\x80\x02\x8a\x09" + b"\x01" * 9 + b".", "an integer of 9 bytes"),
+        (b"\x80\x02\x8b" + struct.pack("<I", 1 << 20) + b"\x01" * (1 << 20) + b".", "an integer of 1048576 bytes"),
         (b"", "needs 1 bytes"),
     ],
 )

@@ -6,10 +6,12 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from checkpoints_convert import convert, to_hf
 from checkpoints_convert.cli import main
 from checkpoints_convert.export.hf_config import named_scaling
+from checkpoints_convert.export.shards import parse_size
 from jaxspec.checkpoint import open_checkpoint, read_group
 from jaxspec.cli import main as jaxspec
 from jaxspec.model.config import LlamaConfig, RopeScaling
@@ -93,6 +95,14 @@ def test_a_gguf_gives_the_weights_of_the_folder_it_was_made_from(kind, exported,
         assert stored.data == original[name].array.astype(dtype).tobytes(), name
 
 
+@pytest.mark.parametrize(("form", "same"), [("meta-mp1", "tiny-llama3"), ("meta-mp2", "tiny-llama3-bf16")])
+def test_meta_s_files_give_the_weights_of_the_folder_with_the_same_model(form, same, shared, tmp_path) -> None:
+    """E04: Meta -> ours -> HF; its interleaved rows are turned once, and split tensors are whole again."""
+    convert(shared / "fixtures" / "tiny-llama3" / form, tmp_path / "in")
+    to_hf(tmp_path / "in", tmp_path / "out")
+    assert read_weights(tmp_path / "out") == read_weights(shared / "fixtures" / same / "hf")
+
+
 @pytest.mark.parametrize("name", HF_FIXTURES)
 def test_the_config_says_what_the_original_says(name, exported, shared) -> None:
     """In the dialect that transformers 4 and 5 both read, value for value."""
@@ -114,18 +124,18 @@ def test_the_golden_logits_come_out_of_the_exported_folder(exported, shared) -> 
             assert np.abs(found[position] - golden["p150__logits"][position]).max() < TOLERANCE, (name, position)
 
 
-def test_the_golden_logits_of_a_llama2_rope_come_out_too(shared, tmp_path) -> None:
-    """E04: rope_theta 10000, no scaling, float16 weights."""
-    original = shared / "fixtures" / "tiny-draft" / "hf"
-    config = read_json(original / "config.json") | {"rope_theta": 10000.0, "rope_scaling": None}
-    halves = {name: stored.array.astype(np.float16) for name, stored in read_weights(original).items()}
-    convert(makers.write_hf(tmp_path / "source", config, halves), tmp_path / "in")
+def test_the_golden_logits_of_a_llama2_folder_come_out_too(shared, tmp_path) -> None:
+    """E04: Llama 2's shards, float16, rope_theta 10000 and no scaling, tied although they ship their head."""
+    convert(shared / "fixtures" / "tiny-draft" / "meta-mp2-llama2", tmp_path / "in")
     to_hf(tmp_path / "in", tmp_path / "out", dtype="float16")
-    assert {name: stored.array.tobytes() for name, stored in read_weights(tmp_path / "out").items()} == {
-        name: half.tobytes() for name, half in halves.items()
-    }
+    original = read_weights(shared / "fixtures" / "tiny-draft" / "hf")
+    found = read_weights(tmp_path / "out")
+    assert found.keys() == original.keys()
+    for name, stored in original.items():
+        assert found[name].data == stored.array.astype(np.float16).tobytes(), name
     written = read_json(tmp_path / "out" / "config.json")
     assert (written["rope_theta"], written["rope_scaling"], written["torch_dtype"]) == (10000.0, None, "float16")
+    assert written["tie_word_embeddings"] is True
     ids = np.load(shared / "fixtures" / "tiny-draft" / "goldens.npz")["p33__input_ids"]
     golden = np.load(shared / "fixtures" / "tiny-draft" / "goldens-meta-mp2-llama2.npz")["p33__logits"]
     assert np.abs(logits(tmp_path / "out", ids) - golden).max() < TOLERANCE
@@ -209,11 +219,32 @@ def test_one_shard_is_one_file_without_an_index(tiny_models, shared, tmp_path) -
         assert (tmp_path / str(size) / "model.safetensors.index.json").exists() == (files > 1)
 
 
-@pytest.mark.parametrize("size", ["40KB", "0.04 MB", "40000", "39.0625KiB", "40kb"])
-def test_a_shard_size_may_be_written_in_many_ways(size, tiny_models, tmp_path) -> None:
-    expected = to_hf(tiny_models("tiny-draft"), tmp_path / "expected", shard_size=40_000)
-    found = to_hf(tiny_models("tiny-draft"), tmp_path / "found", shard_size=size)
-    assert found.files == expected.files
+def test_every_file_says_that_its_tensors_are_torch_s(tiny_models, tmp_path) -> None:
+    """transformers 4 refuses a file without it."""
+    result = to_hf(tiny_models("tiny-draft"), tmp_path / "out", shard_size="40KB")
+    assert len(result.files) > 1
+    for file in result.files:
+        with safe_open(tmp_path / "out" / file, framework="numpy") as opened:
+            assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("0.04 mb", 40_000),
+        ("1.5GiB", 3 << 29),
+        ("3KiB", 3072),
+        ("7MiB", 7 << 20),
+        ("2TB", 2 * 10**12),
+        ("1TiB", 1 << 40),
+        ("40000", 40_000),
+        (40_000, 40_000),
+    ],
+)
+def test_a_shard_size_may_be_written_in_many_ways(text, size) -> None:
+    assert parse_size(text) == size
 
 
 def test_tokenizer_files_are_the_originals_with_the_clean_up_off(exported, shared) -> None:

@@ -1,6 +1,7 @@
 """Exports that must not happen, or must not be half done."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def refused(tmp_path, capsys):
 
 def drive(scenario: str, src: Path, dst: Path) -> dict:
     command = [sys.executable, "-m", "tests.convert.export_driver", scenario, str(src), str(dst)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Freed arrays go back to the system at once, as larger ones do by themselves: what is measured is what is held.
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"stderr": done.stderr}
 
@@ -118,7 +121,7 @@ def test_source_and_destination_must_lie_apart(checkpoint, tmp_path, refused) ->
 
 
 @pytest.mark.parametrize(
-    "size", ["", "0", "-5GB", "5XB", "GB", "five", "0.1", "1e9", "5 G B", "9" * 400, "nan", "5GB\n5"]
+    "size", ["", "0", "-5GB", "5XB", "GB", "five", "0.1", "1e9", "5 G B", "9" * 40, "nan", "5GB\n5"]
 )
 def test_a_shard_size_that_is_none(size, checkpoint, tmp_path, refused) -> None:
     (line,) = refused(checkpoint, tmp_path / "out", f"--shard-size={size}")
@@ -245,8 +248,8 @@ def test_a_full_disk_leaves_nothing_and_a_rerun_works(checkpoint, tmp_path) -> N
 
 
 def test_memory_stays_near_the_largest_group(tmp_path) -> None:
-    """The model is 160 MB, its largest group 16. Allowed: twice that group, and some slack for the allocator."""
-    sizes = makers.Sizes(V=16001, D=256, F=1301, N=8, K=2, H=32, L=31)
+    """The model is 157 MB, every large group about 16. Allowed: two and a half of them; Orbax itself holds two."""
+    sizes = makers.Sizes(V=16001, D=256, F=4801, N=8, K=2, H=32, L=9)
     small = makers.SIZES
     with tempfile.TemporaryDirectory(dir=tmp_path) as scratch:  # not left for the next days, as tmp_path is
         src, made = Path(scratch) / "src", Path(scratch) / "in"
@@ -265,4 +268,4 @@ def test_memory_stays_near_the_largest_group(tmp_path) -> None:
     grown = seen["after"] - seen["before"]
     assert total > 150e6
     assert largest < 17e6
-    assert grown < 2 * largest + 24e6, f"{grown / 1e6:.0f} MB"
+    assert grown < 2.5 * largest, f"{grown / 1e6:.0f} MB"

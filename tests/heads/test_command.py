@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from checkpoints_convert.cli import main
 from jaxspec.checkpoint import open_heads
 from tests.heads import makers
@@ -71,3 +73,16 @@ def test_the_command_as_a_process(tmp_path) -> None:
             [*command[:-1], "inspect", tmp_path / "out"], capture_output=True, text=True, check=True
         ).stdout
     )
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3"])
+def test_heads_are_inspected_and_verified_against_their_source(name, shared, tmp_path, capsys) -> None:
+    source = shared / "fixtures" / name
+    assert main(["heads", str(source), str(tmp_path / "out")]) == 0
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "total float32" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "out"), "--against", str(source)]) == 0
+    assert "worst difference from the source: 0 in" in capsys.readouterr().out
+    other = shared / "fixtures" / ("eagle1" if name == "eagle3" else "eagle3")
+    assert main(["verify", str(tmp_path / "out"), "--against", str(other)]) == 2
+    assert "method is" in capsys.readouterr().err

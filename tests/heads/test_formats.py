@@ -151,6 +151,15 @@ def test_eagle3_by_the_names_of_its_tensors(converted, tmp_path) -> None:
     assert sorted(manifest.sources) == ["config.json", "model.safetensors"]
 
 
+def test_offsets_of_32_bits(converted, tmp_path) -> None:
+    tensors = makers.eagle3()
+    converted(makers.write(tmp_path / "src", makers.eagle3_config(), tensors))
+    wide = tree(tmp_path / "out")
+    tensors["d2t"] = tensors["d2t"].astype(np.int32)
+    converted(makers.write(tmp_path / "src", makers.eagle3_config(), tensors))
+    assert same_bits(wide, tree(tmp_path / "out"))
+
+
 def test_eagle3_of_another_width_than_its_target(converted, tmp_path) -> None:
     tensors = makers.eagle3(target_width=11, embed=True)
     config = converted(makers.write(tmp_path / "src", makers.eagle3_config(target_hidden_size=11), tensors))

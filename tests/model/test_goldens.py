@@ -128,3 +128,25 @@ def test_bfloat16_strays_no_further_than_the_reference_does(running, shared, mes
         exact = found[f"{prompt}__logits"]
         assert 1e-3 < lost(got, exact) < lost(found[f"{prompt}__logits_bf16_compute"], exact) < 0.07
         assert worst(got, exact) < 0.5
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama3", "tiny-llama3-gguf-f32"])
+def test_perplexity_by_position_is_the_reference_s(running, shared, name) -> None:
+    """E06: rotary rows in the wrong order read well for some tokens and then decay, so every position counts: 150 of a
+    given text against the reference's logits, and 64 generated after it, where the reference saw itself choose."""
+    found = np.load(shared / "fixtures/tiny-llama3/goldens.npz")
+    ids, logits, greedy = (found[f"p150__{key}"] for key in ("input_ids", "logits", "greedy_ids"))
+    text = np.concatenate([ids, greedy]).astype(np.int32)
+    (got,), _, _ = running(name, "1").prefill([text])
+    ours, theirs = log_softmax(got), log_softmax(logits)
+    places = np.arange(len(ids) - 1)
+    following = text[1 : len(ids)]
+    assert np.abs(ours[places, following] - theirs[places, following]).max() < TOLERANCE
+    chosen = ours[np.arange(len(ids) - 1, len(text) - 1), greedy]
+    best = ours[len(ids) - 1 : len(text) - 1].max(axis=-1)
+    assert (best - chosen).max() < NEAR_TIE

@@ -398,6 +398,12 @@ def plain_law(p):
     return law
 
 
+def inverse(weights_BV, u_B):
+    """Ids by inverting the cumulative sum, as ``sampling.draw``, for few ids and many rows."""
+    upto_BV = np.cumsum(np.asarray(weights_BV, np.float64), -1)
+    return (np.asarray(u_B)[:, None] * upto_BV[:, -1:] >= upto_BV).sum(-1)
+
+
 def distance(law, other):
     """Total variation."""
     return np.abs(np.asarray(law, np.float64) - np.asarray(other, np.float64)).sum() / 2

@@ -106,21 +106,22 @@ def test_no_two_kinds_of_random_numbers_share_a_counter():
         return sampling_threefry(key, first, second)
 
     sampling_threefry = sampling.threefry
-    vocab = 131_072
+    vocab = 61  # few enough for one path without branches
     q_BV = jnp.full((1, vocab), 1 / vocab)
     length_B = jnp.asarray([5], jnp.int32)
-    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(noise, "threefry", spy)
         patch.setattr(sampling, "threefry", spy)
         round_uniforms(SEED_12, length_B, 63)
         Draws(SEED_12, length_B, coupled=False).pick(q_BV, 62)
         uniforms, seen = np.concatenate(seen), []
+        noise.gumbel(SEED_12, length_B[:, None], jnp.arange(2**24 - vocab, 2**24)[None, None, :])
         noise.gumbel(SEED_12, length_B[:, None], everywhere(1, 1, vocab))
         coupled, seen = np.concatenate(seen), []
         for node in (0, 63):
             Draws(SEED_12, length_B, coupled=False).pick_distinct(q_BV, 2, 0, node)
         distinct = np.concatenate(seen)
-    assert coupled.size == vocab
+    assert coupled.size == 2 * vocab
     assert distinct.size == 2 * vocab
     for one, other in ((uniforms, coupled), (uniforms, distinct), (coupled, distinct)):
         assert np.intersect1d(one, other).size == 0

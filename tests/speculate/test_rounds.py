@@ -19,12 +19,7 @@ LAWS = {
 }
 ROWS = 40_000
 round_uniforms = jax.jit(sampling.round_uniforms, static_argnums=2)
-
-
-def draw(weights_BV, u_B):
-    """Inverse of the cumulative sum, as ``sampling.draw``, for a few ids."""
-    upto_BV = np.cumsum(np.asarray(weights_BV, np.float64), -1)
-    return (np.asarray(u_B)[:, None] * upto_BV[:, -1:] >= upto_BV).sum(-1)
+draw = oracle.inverse
 
 
 def markov(rng, least):

@@ -218,7 +218,7 @@ def test_a_dense_grid_of_uniforms_draws_the_law(vocab, dtype):
     rng = np.random.default_rng(28)
     weights_V = rng.exponential(size=vocab) ** 3 * (rng.random(vocab) < 0.7) * 17
     weights_V[vocab // 2] += 1
-    points = 2**16
+    points = 2**13
     with jax.enable_x64(dtype == "float64"):
         u_N = (jnp.arange(points) + 0.5).astype(dtype) / points
         weights_NV = jnp.broadcast_to(jnp.asarray(weights_V, dtype)[None, :], (points, vocab))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxspec import SamplingParams
+from tests.drafters.parity import follow, traces
 from tests.engine.conftest import Golden, Job, greedy
 from tests.engine.laws import Ranks
-from tests.engine.parity import follow, traces
 
 # EAGLE's top_k 4, depth 3, total_tokens 12: after the first expansion come three more, so nodes reach depth 4.
 AUTHORS = {"tree_topk": 4, "tree_depth": 4, "tree_nodes": 12}

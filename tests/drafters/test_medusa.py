@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxspec import SamplingParams
+from tests.drafters.parity import follow, traces
 from tests.engine.conftest import Job, Rig, greedy
 from tests.engine.laws import Ranks
-from tests.engine.parity import follow, traces
 
 NAMES = ("p1", "p7", "p33", "p150")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxspec import options, terminal
-from jaxspec.engine.params import Prompt, refuse_beam_search
+from jaxspec.engine.params import HEADS_METHODS, Prompt, refuse_beam_search
 from jaxspec.engine.records import Completion
 from jaxspec.errors import InvalidRequest, UserError
-from jaxspec.shapes import GAMMA_MAX
+from jaxspec.shapes import GAMMA_MAX, NODES_MAX
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Checkpoint
@@ -57,6 +57,25 @@ def parser() -> argparse.ArgumentParser:
     score.add_argument("--logits", metavar="OUT.npz", type=Path, help="write logits_0 [T, V] float32, logits_1, ...")
     score.add_argument("--json", action="store_true", help="print one JSON object, with every log-probability")
     score.set_defaults(run=run_score, max_len=None)
+
+    check = commands.add_parser(
+        "check-lossless",
+        help="test on this very checkpoint that speculation changes nothing",
+        description="Samples thousands of seeded texts with speculation and tests every position against the target's "
+        "own law; compares greedy text, and sampled text under the coupled law, with plain decoding token for token. "
+        "Exit status 0 when it is lossless, 1 when it is not.",
+    )
+    options.add_model_flags(check)
+    options.add_speculation_flags(check)
+    group = check.add_argument_group("what to test")
+    group.add_argument("--samples", type=int, metavar="N", default=2000, help="sampled texts, 100 or more")
+    group.add_argument("--tokens", type=int, metavar="N", default=12, help="tokens of each, 1 to 128")
+    group.add_argument("--temperature", type=float, metavar="T", default=0.7, help="of sampled texts, above 0")
+    group.add_argument("--top-p", type=float, metavar="P", default=0.9, help="of sampled texts")
+    group.add_argument("--false-alarm", type=float, metavar="A", default=1e-3, help="chance of a wrong alarm")
+    group.add_argument("--prompt", metavar="TEXT", action="append", help="may be repeated; else made ones")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
+    check.set_defaults(run=run_check, max_len=None)
     return parser
 
 
@@ -66,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         try:
-            args.run(args)
+            status = args.run(args)
             sys.stdout.flush()
+            if status is not None:
+                return status
         except BrokenPipeError:
             # Whoever read has enough; what is left in the buffer must not fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,7 +115,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
     max_len = args.max_len
     if max_len is None:
-        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens)
+        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens, speculation.method)
     engine = Engine.load(
         args.target,
         draft=speculation.model,
@@ -115,14 +136,15 @@ def run_generate(args: argparse.Namespace) -> None:
             terminal.show(chunks, colour=terminal.wants_colour(args.color))
 
 
-def context_for(checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None) -> int:
+def context_for(checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None, method: str = "ngram") -> int:
     """The max_len for one request: never below DEFAULT_MAX_LEN unless the model's own context is.
 
     The engine's smallest window is a quarter of max_len. A quarter that holds the whole request means that no window is
     ever outgrown, so nothing compiles twice; powers of two mean that other requests find the same shapes in the
     compilation cache. An open-ended request begins small and may grow, like a server's.
     """
-    needed = prompt_length(checkpoint, prompt) + (max_tokens or 1) + GAMMA_MAX + 1
+    nodes = NODES_MAX if method in (*HEADS_METHODS, "hybrid") else GAMMA_MAX + 1  # slots that a step may need
+    needed = prompt_length(checkpoint, prompt) + (max_tokens or 1) + nodes
     window = 1 << (needed - 1).bit_length()
     wanted = window if max_tokens is None else 4 * window
     return min(checkpoint.config.max_position_embeddings, max(DEFAULT_MAX_LEN, wanted))
@@ -195,6 +217,36 @@ def run_score(args: argparse.Namespace) -> None:
     rows = [(f"sequence {index}", totals([each])) for index, each in enumerate(scores)] if len(scores) > 1 else []
     for name, total in (*rows, ("all", totals(scores))):
         sys.stdout.write(f"{name}: {in_words(total)}\n")
+
+
+# ---- check-lossless --------------------------------------------------------------------------------------------------
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Runs the tests and prints the verdict. Exit status 0 when lossless, 1 when not."""
+    from jaxspec.check import Task, run, show
+
+    if args.samples < 100 or not 1 <= args.tokens <= 128 or not args.temperature > 0 or not 0 < args.false_alarm < 1:
+        raise UserError(
+            "check-lossless: expected --samples of 100 or more, --tokens in 1..128, --temperature above 0 and "
+            f"--false-alarm in (0, 1), got {args.samples}, {args.tokens}, {args.temperature}, {args.false_alarm}"
+        )
+    task = Task(
+        target=args.target,
+        speculation=options.speculation_from(args),
+        mesh=args.mesh,
+        dtype=args.dtype,
+        compilation_cache=args.compilation_cache,
+        samples=args.samples,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        false_alarm=args.false_alarm,
+        prompts=tuple(args.prompt or ()),
+    )
+    report = run(task, lambda line: print(line, file=sys.stderr))
+    sys.stdout.write(f"{json.dumps(report.as_dict())}\n" if args.json else f"{show(report)}\n")
+    return options.EXIT_OK if report.lossless else options.EXIT_FAULT
 
 
 def in_words(total: dict[str, Any]) -> str:

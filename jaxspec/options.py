@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxspec.engine.params import (
+    HEADS_METHODS,
     METHODS,
     REJECTION_SAMPLE_METHODS,
     Prompt,
@@ -121,18 +122,21 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
 
 def add_request_speculation_flags(parser: argparse.ArgumentParser) -> None:
     """What one request may say about speculation (for clients of a running server)."""
-    parser.add_argument_group("speculation").add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        metavar="N",
-        default=SpeculationParams().num_speculative_tokens,
-        help="drafted tokens per step, 0 to 8; 0: plain decoding; None: the server's choice",
-    )
+    group = parser.add_argument_group("speculation (None: the server's choice)")
+    helps = {
+        "num_speculative_tokens": "drafted tokens per step, 0 to 8; 0: plain decoding",
+        "prompt_lookup_max": "longest n-gram looked up, at most the server's",
+        "prompt_lookup_min": "shortest n-gram looked up",
+    }
+    for field in dataclasses.fields(SpeculationParams):
+        flag = "--" + field.name.replace("_", "-")
+        group.add_argument(flag, type=int, metavar="N", default=field.default, help=helps[field.name])
 
 
 def request_speculation_from(args: argparse.Namespace) -> SpeculationParams:
     """Checked SpeculationParams from the flags."""
-    speculation = SpeculationParams(num_speculative_tokens=args.num_speculative_tokens)
+    names = [field.name for field in dataclasses.fields(SpeculationParams)]
+    speculation = SpeculationParams(**{name: getattr(args, name) for name in names})
     speculation.validate()
     return speculation
 
@@ -146,13 +150,19 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         # The parsed default stays None, so that a flag that was given can be told from one that was not.
         group.add_argument(name, dest=field, default=argparse.SUPPRESS, help=help, **options)
 
-    flag("--method", "method", f"default {default.method}; draft_model when --draft is given", choices=METHODS)
+    flag(
+        "--method",
+        "method",
+        f"default {default.method}; draft_model when --draft is given, what the heads are when --heads is given",
+        choices=METHODS,
+    )
     for name in ("--draft", "--model"):
         flag(name, "model", "folder of the draft checkpoint", metavar="DIR")
+    flag("--heads", "heads", "folder of converted Medusa or EAGLE heads", metavar="DIR")
     flag(
         "--num-speculative-tokens",
         "num_speculative_tokens",
-        f"drafted tokens per step, 0 to 8; default {default.num_speculative_tokens}",
+        f"levels drafted per step, 0 to 8; default {default.num_speculative_tokens}",
         type=int,
         metavar="N",
     )
@@ -171,6 +181,29 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
     )
     flag(
+        "--draft-vocab-size",
+        "draft_vocab_size",
+        "ids that the draft model may say, the most frequent ones; default all",
+        type=int,
+        metavar="N",
+    )
+    flag("--tree-choices", "tree_choices", "medusa's tree: 4,2,1 or [[0],[1],[0,0]]; several with ;", metavar="TREE")
+    flag(
+        "--tree-topk",
+        "tree_topk",
+        f"children per node of EAGLE's tree; 1: a chain; default {default.tree_topk}",
+        type=int,
+        metavar="K",
+    )
+    flag("--tree-depth", "tree_depth", "levels of EAGLE's tree, 1 to 8; default 5 at most", type=int, metavar="N")
+    flag(
+        "--tree-nodes",
+        "tree_nodes",
+        f"nodes of EAGLE's tree with the pending token; default {default.tree_nodes}",
+        type=int,
+        metavar="N",
+    )
+    flag(
         "--rejection-sample-method",
         "rejection_sample_method",
         f"acceptance law; default {default.rejection_sample_method}",
@@ -182,7 +215,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
 def speculation_from(args: argparse.Namespace) -> SpeculationConfig:
     """The SpeculationConfig that flags and --speculative-config give together.
 
-    UserError for unknown keys, a key given both ways, a value out of range, or draft_model without a draft.
+    UserError for unknown keys, a key given both ways, a value out of range, or a method without the folder it needs.
     """
     names = {field.name for field in dataclasses.fields(SpeculationConfig)}
     flags = {name: value for name, value in vars(args).items() if name in names}
@@ -193,12 +226,30 @@ def speculation_from(args: argparse.Namespace) -> SpeculationConfig:
         if twice:
             raise UserError(f"speculative-config: expected each option once, got {twice} as flag and as key")
     values |= flags
+    if values.get("method") is None and values.get("heads") is not None and values.get("model") is not None:
+        raise UserError("method: expected one, because both --draft and --heads are given")
+    if values.get("heads") is not None and "method" not in values:
+        values["method"] = _method_of(values["heads"])
     if values.get("model") is not None:
         values.setdefault("method", "draft_model")
     config = SpeculationConfig.from_mapping(values)
     if config.method == "draft_model" and config.model is None:
         raise UserError("method draft_model: expected the draft's folder in --draft, got none")
+    if config.method == "hybrid" and (config.model is None) == (config.heads is None):
+        got = "none" if config.model is None else "both"
+        raise UserError(f"method hybrid: expected the draft's folder in --draft or the heads' in --heads, got {got}")
+    if config.method in HEADS_METHODS and config.heads_folder is None:
+        raise UserError(f"method {config.method}: expected the heads' folder in --heads, got none")
     return config
+
+
+def _method_of(heads: Any) -> str:
+    """The method that a folder of heads is for. UserError when it is no such folder."""
+    if not isinstance(heads, str):
+        raise UserError(f"heads: expected the path of a checkpoint folder, got {heads!r}")
+    from jaxspec.checkpoint import open_heads  # imports jax
+
+    return open_heads(heads).config.method
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -212,8 +263,11 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def unused_note(config: SpeculationConfig) -> str | None:
-    """A line about an option that the method ignores, or None."""
-    if config.model is not None and config.method != "draft_model":
+    """A line about a folder that the method ignores, or None."""
+    if config.heads is not None and not config.takes_heads:
+        return f"--heads {config.heads}: ignored, method {config.method} uses no heads"
+    takes_model = config.takes_draft or (config.takes_heads and config.heads is None)
+    if config.model is not None and not takes_model:
         return f"--draft {config.model}: ignored, method {config.method} uses no draft model"
     return None
 

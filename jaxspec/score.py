@@ -87,7 +87,7 @@ class Scorer:
             module = model.merge(params)
             # A padded tail writes past the sequence's end only, where the next sequence writes before it looks.
             positions_T = start + jnp.arange(chunk, dtype=jnp.int32)
-            hidden_BTD, cache = module(tokens_T[None], positions_T[None], cache)
+            hidden_BTD, cache, _ = module(tokens_T[None], positions_T[None], cache)
             logits_TV = module.logits(hidden_BTD)[0]
             chosen_T = jnp.take_along_axis(logits_TV, next_T[:, None], axis=1)[:, 0]
             logprobs_T = chosen_T - jax.nn.logsumexp(logits_TV, axis=1)

@@ -15,8 +15,10 @@ E     stop-token ids of a row                    M     Medusa heads
 
 from typing import Any, Final
 
-# The largest number of drafted tokens in one step, and the static buckets that a step is compiled for.
+# The largest depth of the drafts of one step, the largest number of nodes fed to the target (the pending token and all
+# drafts, of which a tree has more than levels), and the static depths that a step is compiled for.
 GAMMA_MAX: Final = 8
+NODES_MAX: Final = 64
 GAMMA_BUCKETS: Final = (0, 2, 4, 8)
 
 

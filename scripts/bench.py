@@ -177,7 +177,7 @@ def draft_step_overhead(programs: Programs, repeats: int) -> dict[str, Any]:
     small = define(dataclasses.replace(config, num_layers=4), target.sharding, target.dtype, target.cache_dtype)
     draft_params = random_params(small, seed=0)
     drafter = LinearDrafter(small, config.vocab_size, programs.decoder.valid_vocab)
-    decoder = Decoder(target, drafter, programs.decoder.valid_vocab)
+    decoder = Decoder(target, drafter, programs.decoder.valid_vocab, programs.decoder.law)
     drafting = Programs(decoder, Params(programs.params.target, draft_params), programs.shapes)
     window, gamma = programs.shapes.windows[0], 4
     step = Step(drafting, 1, window, gamma)

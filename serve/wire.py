@@ -33,6 +33,7 @@ SAMPLING_SCALARS: Final = (
     "logprobs",
     "skip_special_tokens",
 )
+SPECULATION_SCALARS: Final = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 
 class Call(NamedTuple):
@@ -131,8 +132,10 @@ def read_request(request: pb.GenerateRequest, vocab_size: int) -> Call:
         **{name: getattr(given, name) for name in SAMPLING_SCALARS if given.HasField(name)},
     )
     sampling.validate(vocab_size)
-    gamma = request.speculation.num_speculative_tokens
-    speculation = SpeculationParams(gamma if request.speculation.HasField("num_speculative_tokens") else None)
+    given = request.speculation
+    speculation = SpeculationParams(
+        **{name: getattr(given, name) for name in SPECULATION_SCALARS if given.HasField(name)}
+    )
     speculation.validate()
     if request.content_type not in pb.ContentType.values():
         expected = "one of " + ", ".join(pb.ContentType.keys())
@@ -161,8 +164,9 @@ def write_request(
             value = min(value, INT32_MAX)  # more than any context or vocabulary, which is what a larger number means
         if value is not None:
             setattr(request.sampling, name, value)
-    if speculation.num_speculative_tokens is not None:
-        request.speculation.num_speculative_tokens = speculation.num_speculative_tokens
+    for name in SPECULATION_SCALARS:
+        if getattr(speculation, name) is not None:
+            setattr(request.speculation, name, getattr(speculation, name))
     if request_id is not None:
         request.request_id = request_id
     return request

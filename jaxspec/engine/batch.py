@@ -34,7 +34,7 @@ class Prefill:
     def __init__(self, programs: Programs, request: Request) -> None:
         self._programs = programs
         self._request = request
-        window = programs.shapes.window(min(request.length + GAMMA_MAX + 1, programs.shapes.windows[-1]))
+        window = programs.shapes.window(min(request.length + programs.nodes, programs.shapes.windows[-1]))
         tokens = np.zeros((1, window), np.int32)
         tokens[0, : request.length] = request.token_ids
         self.state = programs.start(tokens, np.array([request.length], np.int32), row_params(request))
@@ -97,7 +97,7 @@ class Batch:
             (self._lone,) = running
             state = self._programs.extract(state, self._lone)
         longest = max(request.length for request in running.values())
-        needed = min(longest + GAMMA_MAX + 1, self._programs.shapes.windows[-1])
+        needed = min(longest + self._programs.nodes, self._programs.shapes.windows[-1])
         self._state = self._programs.grow(state, self._programs.shapes.window(needed))
 
     def catch_up(self, slot: int, request: Request) -> None:
@@ -152,6 +152,8 @@ def row_params(request: Request) -> RowParams:
         min_length_B=_host([request.prompt_length + sampling.min_tokens], np.int32),
         max_length_B=_host([request.max_length], np.int32),
         wants_logprobs_B=_host([sampling.logprobs is not None], np.bool_),
+        lookup_min_B=_host([request.lookup[0]], np.int32),
+        lookup_max_B=_host([request.lookup[1]], np.int32),
     )
 
 
@@ -184,6 +186,7 @@ def read_rows_or_faults(report: StepReport, requests: dict[int, Request]) -> dic
             token_ids=host.tokens[row, :count].tolist(),
             n_drafted=int(host.n_drafted[row]),
             n_accepted=int(host.n_accepted[row]),
+            bonus=bool(host.bonus[row]),
             finish=int(host.finish[row]),
             ready=int(host.ready[row]),
             lag=int(host.lag[row]),
@@ -200,11 +203,11 @@ def _logprobs(
     return tuple(
         TokenLogprob(
             int(token_id),
-            float(logprobs.chosen_BJ[row, offset]),
+            float(logprobs.chosen_BE[row, offset]),
             tuple(
                 zip(
-                    logprobs.top_ids_BJC[row, offset, :count].tolist(),
-                    logprobs.top_BJC[row, offset, :count].tolist(),
+                    logprobs.top_ids_BEC[row, offset, :count].tolist(),
+                    logprobs.top_BEC[row, offset, :count].tolist(),
                     strict=True,
                 )
             ),

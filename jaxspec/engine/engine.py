@@ -12,6 +12,7 @@ from typing import Self
 
 import jax
 
+from jaxspec.checkpoint import open_heads
 from jaxspec.engine.load import Loaded, load
 from jaxspec.engine.loop import Loop
 from jaxspec.engine.params import Prompt, SamplingParams, SpeculationConfig, SpeculationParams
@@ -37,6 +38,7 @@ class Engine:
         target: str | Path,
         *,
         draft: str | Path | None = None,
+        heads: str | Path | None = None,
         speculation: SpeculationConfig | None = None,
         mesh: str | Mapping[str, int] = "auto",
         dtype: str | None = None,
@@ -50,6 +52,7 @@ class Engine:
         Args:
             target: converted checkpoint folder.
             draft: converted checkpoint of a smaller model; method draft_model unless ``speculation`` says otherwise.
+            heads: converted Medusa or EAGLE heads; their own method unless ``speculation`` says otherwise.
             mesh: "auto" (every device on the model axis), "4", "data=1,model=4" or a mapping.
             dtype: "float32" or "bfloat16"; float32 on CPU and bfloat16 elsewhere by default.
             max_slots: requests that decode at once.
@@ -60,7 +63,8 @@ class Engine:
         Raises UserError for whatever does not fit together.
         """
         if speculation is None:
-            speculation = SpeculationConfig(method="draft_model" if draft is not None else "ngram")
+            method = "ngram" if draft is None else "draft_model"
+            speculation = SpeculationConfig(method=method if heads is None else open_heads(heads).config.method)
         if max_queue < 0:
             raise InvalidRequest("max_queue", max_queue, "an integer >= 0")
         if compilation_cache is not None:
@@ -69,6 +73,7 @@ class Engine:
         loaded = load(
             target,
             draft=draft,
+            heads=heads,
             speculation=speculation,
             mesh=mesh,
             dtype=dtype,
@@ -221,10 +226,12 @@ class Engine:
             prompt_ids,
             sampling,
             gamma=gamma,
+            lookup=speculation.lookup(self._loaded.speculation),
             seed=sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "big"),
             stop_ids=sorted(stop_ids),
             max_length=len(prompt_ids) + min(sampling.max_tokens or room, room),
             method=self._loaded.speculation.method,
+            rests=self._loaded.programs.decoder.drafter.is_lookup,
             tokenizer=tokenizer,
             sink=sink,
             deadline=deadline,

@@ -181,7 +181,8 @@ class Loop:
 
     def _wants_catch_up(self, request: Request) -> bool:
         fits = request.length + GAMMA_MAX <= self._loaded.draft_context
-        return self._programs.decoder.drafter.has_cache and request.next_gamma() > 0 and request.lag > 1 and fits
+        lacks = request.ready == 0 and request.lag > 1
+        return self._programs.decoder.drafter.has_cache and request.next_gamma() > 0 and lacks and fits
 
     def _decode_turn(self) -> None:
         running = dict(self.scheduler.running)

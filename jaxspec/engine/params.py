@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from jaxspec.errors import InvalidRequest, UserError
-from jaxspec.shapes import GAMMA_MAX
+from jaxspec.shapes import GAMMA_MAX, NODES_MAX
 
 TEMPERATURE_MIN: Final = 1e-6  # below it logits / temperature leave float32; 0 itself means greedy
 TEMPERATURE_MAX: Final = 100.0
@@ -22,9 +22,11 @@ STOP_TOKEN_IDS_MAX: Final = 16
 LOGPROBS_MAX: Final = 8
 SEED_MAX: Final = 2**64 - 1
 PROMPT_LOOKUP_MAX: Final = 16
+DRAFT_VOCAB_MIN: Final = 65  # more than the stop ids of a row, so that banning all of them leaves an id to draft
 
-METHODS: Final = ("ngram", "draft_model", "none")
-REJECTION_SAMPLE_METHODS: Final = ("token",)
+HEADS_METHODS: Final = ("medusa", "eagle", "eagle3")
+METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "hybrid", "none")
+REJECTION_SAMPLE_METHODS: Final = ("token", "block", "coupled")
 
 BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
 BEAM_SEARCH_REASON: Final = (
@@ -146,9 +148,23 @@ class SpeculationParams:
     """What one request may change about speculation."""
 
     num_speculative_tokens: int | None = None  # drafted tokens per step, 0..8; 0: plain decoding; None: the server's
+    # Longest and shortest suffix that is looked up (ngram, hybrid; other methods look nothing up), tokens.
+    prompt_lookup_max: int | None = None  # 1..the server's; None: the server's
+    prompt_lookup_min: int | None = None  # 1..prompt_lookup_max; None: the server's, or prompt_lookup_max if less
+
+    def lookup(self, server: "SpeculationConfig") -> tuple[int, int]:
+        """(shortest, longest) for this request. Raises InvalidRequest for lengths beyond the server's longest."""
+        longest = server.prompt_lookup_max if self.prompt_lookup_max is None else self.prompt_lookup_max
+        if longest > server.prompt_lookup_max:
+            expected = f"at most the server's prompt_lookup_max={server.prompt_lookup_max}"
+            raise InvalidRequest("prompt_lookup_max", longest, expected)
+        shortest = min(server.prompt_lookup_min, longest) if self.prompt_lookup_min is None else self.prompt_lookup_min
+        if shortest > longest:
+            raise InvalidRequest("prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
+        return shortest, longest
 
     def validate(self) -> None:
-        """Raises InvalidRequest for a count outside [0, 8]."""
+        """Raises InvalidRequest naming the first field outside its range."""
         if self.num_speculative_tokens is not None:
             _check_int(
                 "num_speculative_tokens",
@@ -157,25 +173,39 @@ class SpeculationParams:
                 GAMMA_MAX,
                 f"an integer in [0, {GAMMA_MAX}] (0 is plain decoding), or unset for the server's",
             )
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if getattr(self, name) is not None:
+                expected = f"an integer in [1, {PROMPT_LOOKUP_MAX}], or unset for the server's"
+                _check_int(name, getattr(self, name), 1, PROMPT_LOOKUP_MAX, expected)
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        if longest is not None and shortest is not None and shortest > longest:
+            raise InvalidRequest("prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """How a server speculates: fixed at start-up, because every option here changes what is compiled."""
 
-    method: str = "ngram"  # ngram, draft_model or none
-    num_speculative_tokens: int = GAMMA_MAX  # drafted tokens per step when a request does not say, 0..8
+    method: str = "ngram"  # one of METHODS
+    num_speculative_tokens: int = GAMMA_MAX  # levels drafted per step when a request does not say, 0..8
     prompt_lookup_max: int = 8  # longest suffix that the ngram drafter looks up, tokens, 1..16
     prompt_lookup_min: int = 3  # shortest one, 1..prompt_lookup_max
-    rejection_sample_method: str = "token"
-    model: str | None = None  # folder of the draft checkpoint, needed by draft_model alone
+    rejection_sample_method: str = "block"  # docs/laws.md says what each guarantees
+    model: str | None = None  # folder of the draft checkpoint, or of the heads where ``heads`` is not given
+    heads: str | None = None  # folder of converted speculative heads: medusa, eagle, eagle3
+    # draft_model, hybrid: how many ids the draft may say, 65 to its vocabulary; None: all. draft_vocab.py: which ones.
+    draft_vocab_size: int | None = None
+    tree_choices: Any = None  # medusa: a static tree, see jaxspec.speculate.tree.parse_tree_choices; None: a default
+    tree_topk: int = 4  # eagle, eagle3: children per node of a dynamic tree, 1..63; 1: a chain, drawn when sampling
+    tree_depth: int | None = None  # eagle, eagle3: levels of the tree, 1..8; None: 5, or fewer if fewer are drafted
+    tree_nodes: int = 16  # eagle, eagle3: nodes of the tree, the pending token among them, 2..64
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UserError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.rejection_sample_method not in REJECTION_SAMPLE_METHODS:
             raise UserError(
-                f"rejection_sample_method: expected {' or '.join(REJECTION_SAMPLE_METHODS)}, "
+                f"rejection_sample_method: expected {', '.join(REJECTION_SAMPLE_METHODS)}, "
                 f"got {self.rejection_sample_method!r}"
             )
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, GAMMA_MAX, f"an integer in 0..{GAMMA_MAX}")
@@ -189,8 +219,31 @@ class SpeculationConfig:
             self.prompt_lookup_max,
             f"an integer in 1..prompt_lookup_max={self.prompt_lookup_max}",
         )
-        if self.model is not None and not isinstance(self.model, str):
-            raise UserError(f"model: expected the path of a checkpoint folder, got {self.model!r}")
+        for name in ("model", "heads"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise UserError(f"{name}: expected the path of a checkpoint folder, got {getattr(self, name)!r}")
+        if self.draft_vocab_size is not None:
+            expected = f"an integer >= {DRAFT_VOCAB_MIN}, or unset for the draft's whole vocabulary"
+            _check_int("draft_vocab_size", self.draft_vocab_size, DRAFT_VOCAB_MIN, None, expected)
+        _check_int("tree_topk", self.tree_topk, 1, NODES_MAX - 1, f"an integer in 1..{NODES_MAX - 1} (1: a chain)")
+        if self.tree_depth is not None:
+            _check_int("tree_depth", self.tree_depth, 1, GAMMA_MAX, f"an integer in 1..{GAMMA_MAX}")
+        _check_int("tree_nodes", self.tree_nodes, 2, NODES_MAX, f"an integer in 2..{NODES_MAX}")
+
+    @property
+    def takes_draft(self) -> bool:
+        """Whether the method uses a draft model."""
+        return self.method == "draft_model" or (self.method == "hybrid" and self.heads is None)
+
+    @property
+    def takes_heads(self) -> bool:
+        """Whether the method uses heads."""
+        return self.method in HEADS_METHODS or (self.method == "hybrid" and self.heads is not None)
+
+    @property
+    def heads_folder(self) -> str | None:
+        """Where the heads of a heads method are."""
+        return self.heads if self.heads is not None else self.model
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> "SpeculationConfig":

@@ -22,6 +22,7 @@ class StepTokens:
     token_ids: Sequence[int]
     n_drafted: int
     n_accepted: int
+    bonus: bool  # the last token came after the last draft: nothing was rejected
     finish: int  # RUNNING, STOPPED or LENGTH
     ready: int  # tokens the drafter could draft next
     lag: int  # committed tokens that the drafter lacks
@@ -38,10 +39,12 @@ class Request:
         sampling: SamplingParams,
         *,
         gamma: int,
+        lookup: tuple[int, int],
         seed: int,
         stop_ids: Sequence[int],
         max_length: int,
         method: str,
+        rests: bool,
         tokenizer: Tokenizer | None,
         sink: Sink,
         deadline: float | None,
@@ -49,6 +52,7 @@ class Request:
         self.request_id = request_id
         self.sampling = sampling
         self.gamma = gamma
+        self.lookup = lookup  # shortest and longest suffix that is looked up
         self.seed = seed
         self.stop_ids = tuple(stop_ids)
         self.max_length = max_length  # committed length (prompt included) that ends it with "length"
@@ -59,6 +63,7 @@ class Request:
         self.ready = 0
         self.lag = 0
         self._method = method
+        self._rests = rests  # drafts that keep failing are not asked for, for a while
         self._sink = sink
         self._cancelled = threading.Event()
         self._closed = False
@@ -97,7 +102,8 @@ class Request:
 
     def next_gamma(self) -> int:
         """Drafts to ask for in the next step: own history, room left; 0 where the drafter has nothing."""
-        return choose(self._gamma_state, min(self.gamma, self.max_length - self.length - 1))
+        limit = min(self.gamma, self.max_length - self.length - 1)
+        return choose(self._gamma_state, limit) if self._rests else limit
 
     def absorb(self, step: StepTokens) -> Chunk:
         """Takes in what a step committed: the chunk to :meth:`send`, with a finish reason when it ends the request."""
@@ -169,7 +175,7 @@ class Request:
     def _origins(step: StepTokens) -> tuple[str, ...]:
         if step.n_drafted == 0:
             return ("plain",) * len(step.token_ids)
-        last = "bonus" if step.n_accepted == step.n_drafted else "correction"
+        last = "bonus" if step.bonus else "correction"
         return ("draft",) * step.n_accepted + (last,)
 
     def summary(self) -> Summary:

@@ -51,6 +51,50 @@ def empty_cache(config: LlamaConfig, sharding: Sharding, rows: int, slots: int, 
     return KVCache(layers, jnp.zeros((rows,), jnp.int32))
 
 
+class Tree(NamedTuple):
+    """How the tokens of one pass hang together when they are not a chain.
+
+    The U nodes of the tree have the slots from ``base_B`` on, whatever their positions (nodes at one depth share a
+    position). Token t of the pass is node ``first`` + t. It sees the slots below ``base_B``, its ancestors and itself.
+    """
+
+    base_B: jax.Array  # int32
+    first: jax.Array  # int32 scalar; more than 0 where earlier passes fed the upper levels
+    ancestors_BTU: jax.Array  # bool, [b, t, u]: node u is token t itself or above it
+
+    def slots(self, positions_BT: jax.Array, window: int) -> jax.Array:
+        """Where the tokens go; those at positions outside the row are dropped, as in a chain."""
+        T = positions_BT.shape[1]
+        slots_BT = self.base_B[:, None] + self.first + jnp.arange(T, dtype=jnp.int32)[None, :]
+        return jnp.where((positions_BT >= 0) & (positions_BT < window), slots_BT, window)
+
+    def visible(self, window: int) -> jax.Array:
+        """bool [B, T, S]."""
+        U = self.ancestors_BTU.shape[2]
+        node_BS = jnp.arange(window, dtype=jnp.int32)[None, :] - self.base_B[:, None]
+        inside_BS = (node_BS >= 0) & (node_BS < U)
+        index_B1S = jnp.clip(node_BS, 0, U - 1)[:, None, :]
+        above_BTS = jnp.take_along_axis(self.ancestors_BTU, index_B1S, axis=2)
+        return (node_BS < 0)[:, None, :] | (inside_BS[:, None, :] & above_BTS)
+
+
+def compact(cache: KVCache, base_B: jax.Array, path_BD: jax.Array, n_accepted_B: jax.Array) -> KVCache:
+    """Moves keys and values of an accepted path to the slots after the root: then slot = position again.
+
+    ``path_BD``: nodes of a tree at ``base_B``, by depth; past ``n_accepted_B`` nothing moves.
+    """
+    slots = cache.window
+    offsets_D = jnp.arange(1, path_BD.shape[1] + 1, dtype=jnp.int32)
+    to_BD = jnp.where(offsets_D[None, :] <= n_accepted_B[:, None], base_B[:, None] + offsets_D[None, :], slots)
+    from_BD = jnp.clip(base_B[:, None] + path_BD, 0, slots - 1)
+
+    def move(array_BKSH: jax.Array) -> jax.Array:
+        moved_BDKH = jax.vmap(lambda row_KSH, from_D: row_KSH[:, from_D].swapaxes(0, 1))(array_BKSH, from_BD)
+        return write(array_BKSH, moved_BDKH, to_BD)
+
+    return cache._replace(layers=tuple(LayerCache(move(layer.k), move(layer.v)) for layer in cache.layers))
+
+
 def write(cache_BKSH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Puts new_BTKH at slots positions_BT of each row. A position outside [0, S) is dropped.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.cache import LayerCache, write
+from jaxspec.model.cache import LayerCache, Tree, write
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.params import ParamSpec, layer_specs
 from jaxspec.model.rope import rotate
@@ -60,14 +60,19 @@ class RMSNorm(nnx.Module):
         return x * self.weight[...].astype(jnp.float32)[None, None, :]
 
 
-def attend(q_BTKGH: jax.Array, cache: LayerCache, positions_BT: jax.Array) -> jax.Array:
-    """Grouped-query attention of queries at positions_BT over every slot s <= position. Returns [B, T, K, G, H]."""
+def attend(q_BTKGH: jax.Array, cache: LayerCache, positions_BT: jax.Array, tree: Tree | None = None) -> jax.Array:
+    """Grouped-query attention of queries at positions_BT over every slot s <= position, or what ``tree`` lets them see.
+
+    Returns [B, T, K, G, H].
+    """
     B, T, K, G, H = q_BTKGH.shape
     # Queries of one kv head form one matrix, [T * G, H], so that each product is a plain batched one.
     q = jnp.transpose(q_BTKGH, (0, 2, 1, 3, 4)).reshape(B, K, T * G, H).astype(cache.k.dtype)
     scores = jnp.einsum("bkqh,bksh->bkqs", q, cache.k, preferred_element_type=jnp.float32) / math.sqrt(H)
-    slots_S = jnp.arange(cache.k.shape[2])
-    visible_BTS = slots_S[None, None, :] <= positions_BT[:, :, None]
+    if tree is None:
+        visible_BTS = jnp.arange(cache.k.shape[2])[None, None, :] <= positions_BT[:, :, None]
+    else:
+        visible_BTS = tree.visible(cache.k.shape[2])
     scores = scores.reshape(B, K, T, G, -1)
     scores = jnp.where(visible_BTS[:, None, :, None, :], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, T * G, -1).astype(cache.v.dtype)
@@ -75,12 +80,25 @@ def attend(q_BTKGH: jax.Array, cache: LayerCache, positions_BT: jax.Array) -> ja
     return jnp.transpose(out.reshape(B, K, T, G, H), (0, 2, 1, 3, 4))
 
 
+def attention(
+    qkv: jax.Array, cache: LayerCache, positions_BT: jax.Array, tree: Tree | None, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, LayerCache]:
+    """Rotates queries and keys, writes keys and values, attends. ``qkv``: [B, T, K, G + 2, H], as the weight has it."""
+    groups = qkv.shape[3] - 2
+    qk = rotate(qkv[:, :, :, : groups + 1], cos, sin)
+    slots_BT = positions_BT if tree is None else tree.slots(positions_BT, cache.k.shape[2])
+    cache = LayerCache(
+        write(cache.k, qk[:, :, :, groups], slots_BT),
+        write(cache.v, qkv[:, :, :, groups + 1], slots_BT),
+    )
+    return attend(qk[:, :, :, :groups], cache, positions_BT, tree), cache
+
+
 class DecoderLayer(nnx.Module):
     """Attention and SwiGLU, each with a pre-norm and a residual. The residual stream is float32."""
 
     def __init__(self, config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         specs = layer_specs(config)
-        self.groups = config.group_size
         self.sharding = sharding
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.qkv = Linear(specs["qkv"], dtype, rngs)
@@ -90,16 +108,15 @@ class DecoderLayer(nnx.Module):
         self.down = Linear(specs["down"], dtype, rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, cache: LayerCache, positions_BT: jax.Array, cos: jax.Array, sin: jax.Array
+        self,
+        x_BTD: jax.Array,
+        cache: LayerCache,
+        positions_BT: jax.Array,
+        tree: Tree | None,
+        cos: jax.Array,
+        sin: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
-        groups = self.groups
-        qkv = self.qkv(self.attn_norm(x_BTD))  # [B, T, K, G + 2, H]
-        qk = rotate(qkv[:, :, :, : groups + 1], cos, sin)
-        cache = LayerCache(
-            write(cache.k, qk[:, :, :, groups], positions_BT),
-            write(cache.v, qkv[:, :, :, groups + 1], positions_BT),
-        )
-        attended = attend(qk[:, :, :, :groups], cache, positions_BT)
+        attended, cache = attention(self.qkv(self.attn_norm(x_BTD)), cache, positions_BT, tree, cos, sin)
         x_BTD = x_BTD + self._whole(self.o(attended))
         gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, F, 2]
         activated = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.cache import KVCache, LayerCache
+from jaxspec.model.cache import KVCache, LayerCache, Tree
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, product
 from jaxspec.model.params import ParamSpec, param_specs
@@ -17,10 +17,14 @@ from jaxspec.sharding import Sharding
 
 
 class Output(NamedTuple):
-    """What a pass returns: hidden_BTD after the final norm, and the cache with the new tokens written."""
+    """What a pass returns: hidden_BTD after the final norm, the cache with the new tokens written, and the taps.
+
+    ``taps_BTX``: the residual stream entering each tapped layer, side by side, float32; None without taps.
+    """
 
     hidden_BTD: jax.Array
     cache: KVCache
+    taps_BTX: jax.Array | None
 
 
 class Embedding(nnx.Module):
@@ -46,20 +50,31 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(specs["lm_head"], dtype, rngs)
 
-    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache) -> Output:
-        """One pass over tokens_BT at positions_BT of each row.
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        cache: KVCache,
+        tree: Tree | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Output:
+        """One pass over tokens_BT at positions_BT of each row, a chain unless ``tree`` says otherwise.
 
-        A position outside [0, S) marks padding: nothing is written there and its output means nothing. The caller
-        decides how many of the written tokens are valid, so ``cache.length_B`` passes through unchanged.
+        A position outside [0, S) marks padding: nothing is written there and its output means nothing. ``taps``: the
+        layers (0-based, ascending) whose input is wanted. The caller decides how many of the written tokens are valid,
+        so ``cache.length_B`` passes through unchanged.
         """
         tokens_BT = jnp.clip(tokens_BT, 0, self.config.vocab_size - 1)
         x = self.sharding.constrain(self.embed(tokens_BT), "batch", "tokens", "embed")
         cos, sin = rotation(inverse_frequencies(self.config), positions_BT)
-        layers = []
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x, layer_cache = _run_layer(*nnx.split(layer), x, layer_cache, positions_BT, cos, sin)
+        layers, tapped = [], []
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if index in taps:
+                tapped.append(x)
+            x, layer_cache = _run_layer(*nnx.split(layer), x, layer_cache, positions_BT, tree, cos, sin)
             layers.append(layer_cache)
-        return Output(self.final_norm(x), KVCache(tuple(layers), cache.length_B))
+        taps_BTX = jnp.concatenate(tapped, axis=-1) if tapped else None
+        return Output(self.final_norm(x), KVCache(tuple(layers), cache.length_B), taps_BTX)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V], whole on every device: the laws judge them once, identically everywhere."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.shapes import GAMMA_BUCKETS
+from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
 from jaxspec.speculate.state import DecodeState, StepReport
 from jaxspec.speculate.step import Decoder, Params, extract, insert, state_axes
 
@@ -72,6 +72,8 @@ class Programs:
         self.shapes = shapes
         self._compiled: dict[Program, Any] = {}
         self._lock = threading.Lock()
+        # Slots past the committed tokens that a step may need; a row's next token besides.
+        self.nodes = max(GAMMA_MAX, *(decoder.drafter.drafts(gamma) for gamma in shapes.gammas)) + 1
         self._rehearsal = threading.Lock()  # one state at a time: a cache may fill half the memory
 
     def planned(self, windows: int | None = None) -> list[Program]:

@@ -36,6 +36,8 @@ class RowParams(NamedTuple):
     min_length_B: jax.Array  # stop tokens are banned below this committed length
     max_length_B: jax.Array  # the row finishes with "length" here
     wants_logprobs_B: jax.Array  # bool
+    lookup_min_B: jax.Array  # int32, shortest suffix of the row that a lookup goes by, tokens
+    lookup_max_B: jax.Array  # int32, longest one
 
 
 class DecodeState(NamedTuple):
@@ -55,41 +57,46 @@ class DecodeState(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a drafter may see of the rows."""
+    """What a drafter may see of the rows.
+
+    ``asked_B``: levels of drafts that the round wants of each row, int32, 0 for a row at rest; only ``propose`` knows.
+    """
 
     tokens_BS: jax.Array
     length_B: jax.Array
     rows: RowParams
+    asked_B: jax.Array | None = None
 
 
 class Logprobs(NamedTuple):
     """Of the tokens of a step under the target's unfiltered law; zeros unless a row asked."""
 
-    chosen_BJ: jax.Array  # float32
-    top_BJC: jax.Array  # float32, most probable first
-    top_ids_BJC: jax.Array  # int32
+    chosen_BE: jax.Array  # float32
+    top_BEC: jax.Array  # float32, most probable first
+    top_ids_BEC: jax.Array  # int32
 
 
 class StepReport(NamedTuple):
     """What the host needs to know of a step: ``packed`` is the one array it reads unless log-probabilities are due."""
 
-    packed: jax.Array  # int32 [B, len(fields) + J + 1], see HostReport
+    packed: jax.Array  # int32 [B, len(fields) + D + 1], see HostReport
     logprobs: Logprobs
 
 
 @dataclasses.dataclass(frozen=True)
 class HostReport:
-    """``StepReport.packed`` by name, as numpy arrays. n_new counts committed tokens, the first n_new of tokens_BJ."""
+    """``StepReport.packed`` by name, as numpy arrays. n_new counts committed tokens, the first n_new of tokens."""
 
     n_new: np.ndarray
     n_drafted: np.ndarray
     n_accepted: np.ndarray  # as the law said, before a stop cut the run
+    bonus: np.ndarray  # 1 where no draft came after the accepted ones: nothing was rejected
     finish: np.ndarray
     fault: np.ndarray
     length: np.ndarray  # committed length after the step
-    ready: np.ndarray  # how many tokens the drafter could draft next
+    ready: np.ndarray  # how many levels the drafter could draft next
     lag: np.ndarray  # committed tokens, the pending one aside, that the drafter has not taken in
-    tokens: np.ndarray  # [B, J + 1]
+    tokens: np.ndarray  # [B, D + 1]
 
     @classmethod
     def read(cls, report: StepReport) -> "HostReport":
@@ -105,6 +112,7 @@ def pack(
     n_new: jax.Array,
     n_drafted: jax.Array,
     n_accepted: jax.Array,
+    bonus: jax.Array,
     finish: jax.Array,
     fault: jax.Array,
     length: jax.Array,
@@ -113,7 +121,7 @@ def pack(
     tokens: jax.Array,
 ) -> jax.Array:
     """The inverse of :meth:`HostReport.read`, inside the step."""
-    columns = [n_new, n_drafted, n_accepted, finish, fault, length, ready, lag]
+    columns = [n_new, n_drafted, n_accepted, bonus, finish, fault, length, ready, lag]
     return jnp.concatenate([*(column.astype(jnp.int32)[:, None] for column in columns), tokens], axis=1)
 
 

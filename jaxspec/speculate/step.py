@@ -1,8 +1,8 @@
 """The speculate-verify step and the prefill: pure functions from one DecodeState to the next.
 
-One step: the drafter proposes x_1..x_gamma, the target runs once over [pending, x_1..x_gamma], the law decides how many
-stand and what follows them, and a+1 tokens are committed. gamma is the static bucket that a step is compiled for; each
-row drafts its own gamma_i <= gamma, which is a mask.
+One step: the drafter proposes a chain or a tree of drafts, the target runs once over the pending token and all of
+them, the law decides which path stands and what follows it, and its a+1 tokens are committed. gamma is the static depth
+that a step is compiled for; each row drafts its own gamma_i <= gamma levels, which is a mask.
 """
 
 import dataclasses
@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, empty_cache
-from jaxspec.model.llama import ModelDef
-from jaxspec.speculate.drafters import Drafter
-from jaxspec.speculate.judge import Judged, Round, judge
+from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, Tree, compact, empty_cache
+from jaxspec.model.llama import Llama, ModelDef, Output
+from jaxspec.speculate.drafters import Drafter, Seen
+from jaxspec.speculate.judge import Judged, Law, Round, judge
+from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.sampling import (
     NEUTRAL,
     RowSampling,
@@ -32,6 +33,8 @@ from jaxspec.speculate.state import (
     grow_cache,
     pack,
 )
+from jaxspec.speculate.topology import ancestors, chain
+from jaxspec.speculate.verify import Drafts
 
 
 class Params(NamedTuple):
@@ -48,6 +51,7 @@ class Decoder:
     target: ModelDef
     drafter: Drafter
     valid_vocab: int
+    law: Law
 
     def empty(self, rows: int, slots: int) -> DecodeState:
         """A state of empty rows (inside a jit)."""
@@ -65,6 +69,8 @@ class Decoder:
             min_length_B=jnp.zeros((rows,), jnp.int32),
             max_length_B=jnp.zeros((rows,), jnp.int32),
             wants_logprobs_B=jnp.zeros((rows,), bool),
+            lookup_min_B=jnp.ones((rows,), jnp.int32),
+            lookup_max_B=jnp.zeros((rows,), jnp.int32),
         )
         return DecodeState(
             tokens_BS=jnp.zeros((rows, slots), jnp.int32),
@@ -95,25 +101,29 @@ class Decoder:
         positions_BT = jnp.where(positions_BT < state.length_B[:, None], positions_BT, slots)
         tokens_BT = jnp.take_along_axis(state.tokens_BS, jnp.clip(positions_BT, 0, slots - 1), axis=1)
         model = self.target.merge(params.target)
-        hidden_BTD, cache = model(tokens_BT, positions_BT, state.target)
+        output = model(tokens_BT, positions_BT, state.target, taps=self._taps)
+        drafter = state.drafter
+        features_BTX = self._features(output)
+        if features_BTX is not None:
+            drafter = self.drafter.observe(params.drafter, model, drafter, context, features_BTX, start, chunk)
         cached_B = jnp.minimum(start + chunk, state.length_B).astype(jnp.int32)
-        cache = cache._replace(length_B=cached_B)
+        cache = output.cache._replace(length_B=cached_B)
 
-        last_B = jnp.clip(state.length_B - 1 - start, 0, chunk - 1)
-        hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
-        active_B = ~state.finished_B & (cached_B == state.length_B)
+        last_B1 = jnp.clip(state.length_B - 1 - start, 0, chunk - 1)[:, None]
+        if features_BTX is not None:
+            features_BTX = jnp.take_along_axis(features_BTX, last_B1[:, :, None], axis=1)
+        rows = state.tokens_BS.shape[0]
         round_ = Round(
-            hidden_BTD=hidden_BTD,
-            proposal=None,
-            gamma_B=jnp.zeros_like(state.length_B),
-            active_B=active_B,
-            uniforms=round_uniforms(state.rows.seed_B2, state.length_B),
+            hidden_BTD=jnp.take_along_axis(output.hidden_BTD, last_B1[:, :, None], axis=1),
+            drafts=_no_drafts(rows),
+            active_B=~state.finished_B & (cached_B == state.length_B),
+            uniforms=round_uniforms(state.rows.seed_B2, state.length_B, 0),
             # The rule for the cache before a round, which here holds one token more: the pending one was just fed.
-            desync_B=jnp.zeros_like(active_B),
+            desync_B=jnp.zeros((rows,), bool),
         )
-        judged = judge(model, context, round_, self.valid_vocab)
-        state = state._replace(target=cache)
-        return self._commit(state, context, round_, judged, 0)
+        judged = judge(model, context, round_, self.law, self.valid_vocab, 0)
+        state = state._replace(target=cache, drafter=drafter)
+        return self._commit(params, model, state, context, round_, judged, features_BTX)
 
     def prefill_drafter(self, params: Params, state: DecodeState, start: jax.Array, chunk: int) -> DecodeState:
         """Runs the drafter over committed tokens start..start+chunk-1, to catch up."""
@@ -127,8 +137,8 @@ class Decoder:
         """One round of the rows with ``gamma_B`` >= 0; a row with -1 is left alone for good (cancelled or empty).
 
         Args:
-            gamma_B: int32, drafts asked for per row, at most the static bucket ``gamma``. Bounded here by the room
-                that is left and by what the drafter has.
+            gamma_B: int32, levels of drafts asked for per row, at most the static bucket ``gamma``. Bounded here by
+                the room that is left and by what the drafter has.
         """
         context = _context(state)
         slots = state.target.window
@@ -139,61 +149,102 @@ class Decoder:
         sampling = state.rows.sampling
         sampling = sampling._replace(temperature_B=jnp.where(active_B, sampling.temperature_B, 0))
         context = context._replace(rows=state.rows._replace(sampling=sampling))
-        uniforms = round_uniforms(state.rows.seed_B2, n_B)
+        drafted = self.drafter.drafts(gamma)
+        uniforms = round_uniforms(state.rows.seed_B2, n_B, drafted)
 
-        tokens_BT = jnp.take_along_axis(state.tokens_BS, jnp.maximum(n_B - 1, 0)[:, None], axis=1)
+        model = self.target.merge(params.target)
         drafter_state, proposal = state.drafter, None
         room_B = jnp.minimum(state.rows.max_length_B - n_B - 1, self.drafter.ready(state.drafter, context))
+        # Every node needs a slot of its own, also those beside the path that is accepted.
+        room_B = jnp.where(n_B + drafted <= slots, room_B, 0) if drafted > gamma else room_B
         gamma_B = jnp.where(active_B, jnp.clip(jnp.minimum(gamma_B, room_B), 0, gamma), 0)
+        drafts, tree = _no_drafts(n_B.shape[0]), None
         if gamma > 0:
-            proposal, drafter_state = self.drafter.propose(
-                params.drafter, state.drafter, context, gamma, uniforms.draft_BJ
-            )
-            tokens_BT = jnp.concatenate([tokens_BT, proposal.tokens_BJ], axis=1)
+            draws = Draws(state.rows.seed_B2, n_B, coupled=self.law == "coupled")
+            asked = context._replace(asked_B=gamma_B)
+            proposal, drafter_state = self.drafter.propose(params.drafter, model, state.drafter, asked, gamma, draws)
+            if proposal.levels_B is not None:
+                gamma_B = jnp.minimum(gamma_B, proposal.levels_B)
+            topology = proposal.topology
+            if topology is None:
+                topology = chain(n_B.shape[0], gamma)
+            else:
+                tree = Tree(n_B - 1, jnp.int32(0), ancestors(topology))
+            live_BJ = topology.depth_BJ <= gamma_B[:, None]
+            drafts = Drafts(proposal.tokens_BJ, proposal.q_BJV, topology, live_BJ)
 
-        offsets_T = jnp.arange(gamma + 1, dtype=jnp.int32)[None, :]
-        positions_BT = n_B[:, None] - 1 + offsets_T
-        fed_BT = active_B[:, None] & (offsets_T <= gamma_B[:, None])
-        positions_BT = jnp.where(fed_BT, positions_BT, slots)
-        model = self.target.merge(params.target)
-        hidden_BTD, cache = model(tokens_BT, positions_BT, state.target)
+        round_ = Round(
+            hidden_BTD=jnp.zeros(()),  # known below
+            drafts=drafts,
+            active_B=active_B,
+            uniforms=uniforms,
+            desync_B=state.target.length_B != n_B - 1,
+        )
+        pending_B1 = jnp.take_along_axis(state.tokens_BS, jnp.maximum(n_B - 1, 0)[:, None], axis=1)
+        tokens_BT = jnp.concatenate([pending_B1, drafts.tokens_BJ], axis=1)
+        positions_BT = n_B[:, None] - 1 + round_.depth_BT
+        positions_BT = jnp.where(active_B[:, None] & round_.fed_BT, positions_BT, slots)
+        output = model(tokens_BT, positions_BT, state.target, tree, self._taps)
 
-        desync_B = state.target.length_B != n_B - 1
-        round_ = Round(hidden_BTD, proposal, gamma_B, active_B, uniforms, desync_B)
-        judged = judge(model, context, round_, self.valid_vocab)
+        round_ = round_._replace(hidden_BTD=output.hidden_BTD)
+        judged = judge(model, context, round_, self.law, self.valid_vocab, gamma)
+        cache = output.cache
+        if tree is not None:
+            cache = compact(cache, n_B - 1, judged.path_BD, judged.n_accepted_B)
         state = state._replace(target=cache, drafter=drafter_state, finished_B=finished_B)
-        return self._commit(state, context, round_, judged, gamma)
+        features_BTX = self._features(output)
+        if features_BTX is not None and gamma > 0:
+            nodes_BE1 = jnp.pad(judged.path_BD, ((0, 0), (1, 0)))[:, :, None]
+            features_BTX = jnp.take_along_axis(features_BTX, nodes_BE1, axis=1)
+        return self._commit(params, model, state, context, round_, judged, features_BTX)
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return self.drafter.features if isinstance(self.drafter.features, tuple) else ()
+
+    def _features(self, output: Output) -> jax.Array | None:
+        """What the drafter wants of a pass, [B, T, X]."""
+        return output.hidden_BTD if self.drafter.features == "hidden" else output.taps_BTX
 
     def _commit(
-        self, state: DecodeState, before: Context, round_: Round, judged: Judged, gamma: int
+        self,
+        params: Params,
+        model: Llama,
+        state: DecodeState,
+        before: Context,
+        round_: Round,
+        judged: Judged,
+        features_BTX: jax.Array | None,
     ) -> tuple[DecodeState, StepReport]:
         """Appends the accepted run, cut at the first stop; rows with a fault commit nothing."""
         rows = before.rows
         n_B = before.length_B
         slots = state.tokens_BS.shape[1]
-        offsets_T = jnp.arange(judged.tokens_BT.shape[1], dtype=jnp.int32)[None, :]
+        depth = judged.path_BD.shape[1]
+        offsets_E = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
 
         committing_B = round_.active_B & (judged.fault_B == 0)
-        run_BT = (offsets_T <= judged.n_accepted_B[:, None]) & committing_B[:, None]
-        stops_BT = jnp.any(judged.tokens_BT[:, :, None] == rows.stop_ids_BE[:, None, :], axis=-1) & run_BT
-        full_BT = (n_B[:, None] + offsets_T + 1 >= rows.max_length_B[:, None]) & run_BT
+        run_BE = (offsets_E <= judged.n_accepted_B[:, None]) & committing_B[:, None]
+        stops_BE = jnp.any(judged.tokens_BE[:, :, None] == rows.stop_ids_BE[:, None, :], axis=-1) & run_BE
+        full_BE = (n_B[:, None] + offsets_E + 1 >= rows.max_length_B[:, None]) & run_BE
         # Kept: the run up to and with its first ending.
-        ended_before_BT = jnp.cumsum((stops_BT | full_BT).astype(jnp.int32), axis=1) - (stops_BT | full_BT)
-        kept_BT = run_BT & (ended_before_BT == 0)
-        n_new_B = jnp.sum(kept_BT, axis=1, dtype=jnp.int32)
-        stopped_B = jnp.any(stops_BT & kept_BT, axis=1)
-        full_B = jnp.any(full_BT & kept_BT, axis=1)
+        ended_before_BE = jnp.cumsum((stops_BE | full_BE).astype(jnp.int32), axis=1) - (stops_BE | full_BE)
+        kept_BE = run_BE & (ended_before_BE == 0)
+        n_new_B = jnp.sum(kept_BE, axis=1, dtype=jnp.int32)
+        stopped_B = jnp.any(stops_BE & kept_BE, axis=1)
+        full_B = jnp.any(full_BE & kept_BE, axis=1)
         finish_B = jnp.where(stopped_B, STOPPED, jnp.where(full_B, LENGTH, RUNNING))
 
         length_B = n_B + n_new_B
         # Dropped writes: an index past the end.
-        where_BT = jnp.where(kept_BT, n_B[:, None] + offsets_T, slots)
-        tokens_BS = jax.vmap(lambda row_S, at_T, new_T: row_S.at[at_T].set(new_T, mode="drop"))(
-            state.tokens_BS, where_BT, judged.tokens_BT
+        where_BE = jnp.where(kept_BE, n_B[:, None] + offsets_E, slots)
+        tokens_BS = jax.vmap(lambda row_S, at_E, new_E: row_S.at[at_E].set(new_E, mode="drop"))(
+            state.tokens_BS, where_BE, judged.tokens_BE
         )
         cached_B = jnp.where(committing_B, length_B - 1, state.target.length_B)
         after = before._replace(tokens_BS=tokens_BS, length_B=length_B)
-        drafter = self.drafter.commit(state.drafter, before, after, judged.n_accepted_B, gamma)
+        seen = Seen(judged.n_accepted_B, features_BTX)
+        drafter = self.drafter.commit(params.drafter, model, state.drafter, before, after, seen, depth)
         state = state._replace(
             tokens_BS=tokens_BS,
             length_B=length_B,
@@ -203,14 +254,15 @@ class Decoder:
         )
         packed = pack(
             n_new=n_new_B,
-            n_drafted=jnp.where(committing_B, round_.gamma_B, 0),
+            n_drafted=jnp.where(committing_B, jnp.sum(round_.drafts.live_BJ, axis=1), 0),
             n_accepted=jnp.where(committing_B, judged.n_accepted_B, 0),
+            bonus=committing_B & ~_has_live_child(round_.drafts, judged),
             finish=finish_B,
             fault=judged.fault_B,
             length=length_B,
             ready=self.drafter.ready(drafter, after),
             lag=self.drafter.lag(drafter, after),
-            tokens=judged.tokens_BT,
+            tokens=judged.tokens_BE,
         )
         replicated = self.target.sharding.replicated
         report = StepReport(packed, judged.logprobs)
@@ -234,6 +286,18 @@ def insert(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState
 def extract(state: DecodeState, slot: jax.Array) -> DecodeState:
     """A state of one row, a copy of row ``slot``."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
+
+
+def _has_live_child(drafts: Drafts, judged: Judged) -> jax.Array:
+    """bool [B]: whether a draft hung below the end of the accepted path, and so was rejected."""
+    ends_BE = jnp.pad(judged.path_BD, ((0, 0), (1, 0)))
+    end_B1 = jnp.take_along_axis(ends_BE, judged.n_accepted_B[:, None], axis=1)
+    return jnp.any(drafts.live_BJ & (drafts.topology.parent_BJ == end_B1), axis=1)
+
+
+def _no_drafts(rows: int) -> Drafts:
+    nothing_BJ = jnp.zeros((rows, 0), jnp.int32)
+    return Drafts(nothing_BJ, None, chain(rows, 0), jnp.zeros((rows, 0), bool))
 
 
 def _context(state: DecodeState) -> Context:

@@ -1,94 +1,364 @@
 """The acceptance laws: which drafted tokens stand, and what the last token of a round is drawn from.
 
-p is the final law of the target, q the final law that the draft token was drawn from. Each law is a pure function of
-arrays, and the acceptance probabilities it returns are the numbers that decide, so that its output law can be summed
-exactly.
+p is the final law of the target after a node, q the final law that a node's children were drawn from. Each law is one
+pure function of arrays over any topology, a chain being its one-path case. The acceptance probabilities that it returns
+are the numbers that decide, so that its output law can be summed exactly. docs/laws.md has the proofs.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxspec.shapes import sizes
+from jaxspec.speculate.topology import Topology, ancestors
+
+
+class Drafts(NamedTuple):
+    """The drafts of one round. Those that are not live are padding: any id, any parent that comes before them."""
+
+    tokens_BJ: jax.Array  # i32; live siblings never repeat a token
+    # The law that draft j was drawn from, before its siblings were taken out of it: equal for siblings. None: the
+    # drafts were not drawn at all (a one-hot law each).
+    q_BJV: jax.Array | None
+    topology: Topology
+    live_BJ: jax.Array  # bool; the parent of a live draft is live
 
 
 class Verdict(NamedTuple):
     """What a law says of a round of drafts."""
 
-    n_accepted_B: jax.Array  # i32, leading drafts that stand, at most gamma
-    accept_prob_BJ: jax.Array  # chance that each draft stands once its predecessors do; 0 from gamma on
+    n_accepted_B: jax.Array  # i32, length of the accepted path
+    path_BD: jax.Array  # i32, nodes of the accepted path by depth, 0 past its end
+    accept_prob_BJ: jax.Array  # chance that draft j stood when it was tested: coin_j < accept_prob_j; 0 if it was not
     last_BV: jax.Array  # unnormalised weights of the token that follows the accepted ones
 
 
-class GreedyVerdict(NamedTuple):
-    """What the greedy law says: nothing is left to draw."""
+class Match(NamedTuple):
+    """What ``match_law`` says: nothing is left to draw."""
 
     n_accepted_B: jax.Array  # i32
+    path_BD: jax.Array  # i32
     last_token_B: jax.Array  # i32
 
 
-def token_law(
-    p_BJV: jax.Array, q_BJV: jax.Array | None, draft_BJ: jax.Array, gamma_B: jax.Array, coin_BJ: jax.Array
-) -> Verdict:
-    """Token-wise rejection (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2) on a chain.
+def token_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) -> Verdict:
+    """Token-wise rejection, from the root down.
 
-    Draft x_i stands if coin_i < min(1, p_i(x_i) / q_i(x_i)) and its predecessors stand. The last token comes from
-    max(p - q, 0) at the first rejection, and from p at gamma if all stand. Both are weights, not normalised.
+    On a chain Leviathan et al. 2023 (algorithm 1) and Chen et al. 2023 (algorithm 2): x stands with chance
+    min(1, p(x) / q(x)); at the first rejection the last token comes from max(p - q, 0), and from p if all stand. On a
+    tree recursive rejection without replacement (SpecInfer, Miao et al. 2024; EAGLE, Li et al. 2024): children are
+    tried in draw order, and a rejected one leaves p <- norm(max(p - q, 0)) and q <- q without it, renormalised, to the
+    next. An undrawn draft stands with chance p(x), else x leaves p.
 
     Args:
-        p_BJV: final target laws at positions 0..J, so J+1 of them.
-        q_BJV: final draft laws at positions 0..J-1, or None where the drafts were not drawn (a one-hot q): then a
-            draft stands with chance p(x), and on rejection x leaves p.
-        draft_BJ: drafted ids. Those from ``gamma_B`` on are padding: any id in the vocabulary.
-        gamma_B: drafts of each row, 0..J.
+        p_BTV: final target laws after the nodes 0..J, so J + 1 of them.
+        drafts: a drafted token that q cannot say (q(x) = 0) counts as padding.
         coin_BJ: uniforms in [0, 1), independent of the drafts.
+        depth: static bound on the depth of live drafts.
     """
-    size = sizes(draft_BJ=draft_BJ, gamma_B=gamma_B, coin_BJ=coin_BJ)
-    drafted = size["J"]
-    if p_BJV.shape[:2] != (size["B"], drafted + 1):
-        raise ValueError(f"p_BJV: expected {drafted + 1} positions of {size['B']} rows, got shape {p_BJV.shape}")
+    round_ = _round(p_BTV, drafts, coin_BJ)
+    if round_.live_BJ.shape[1] == 0:
+        return _nothing_drafted(p_BTV, depth)
+
+    class State(NamedTuple):
+        node_B: jax.Array  # the last accepted node
+        left: _Left  # of its laws
+        accept_BJ: jax.Array
+
+    # Parents come before children and siblings lie in draw order, so one walk over the drafts meets every test in turn.
+    def test(j: jax.Array, state: State) -> State:
+        tested_B = round_.live_BJ[:, j] & (round_.parent_BJ[:, j] == state.node_B)
+        j_B = jnp.full_like(state.node_B, j)
+        chance_B = _at_most_one(state.left.weight(round_.p_BJ[:, j], round_.q_BJ[:, j]), round_.q_BJ[:, j])
+        chance_B = jnp.where(tested_B, chance_B, 0)
+        stands_B = coin_BJ[:, j] < chance_B
+        rejected_B = tested_B & ~stands_B
+        followed_B = rejected_B & round_.followed_BJ[:, j]
+        _, after = _reject(round_, state.node_B, j_B, jnp.ones_like(chance_B), state.left, followed_B)
+        left = _choose(rejected_B, after, state.left)
+        left = _choose(stands_B, _whole(chance_B), left)
+        return State(jnp.where(stands_B, j + 1, state.node_B), left, state.accept_BJ.at[:, j].set(chance_B))
+
+    root_B = jnp.zeros(p_BTV.shape[:1], jnp.int32)
+    start = State(root_B, _whole(p_BTV[:, 0, 0]), jnp.zeros_like(round_.p_BJ))
+    end = lax.fori_loop(0, round_.live_BJ.shape[1], test, start)
+    path = _climb(drafts.topology, end.node_B, depth)
+    return Verdict(*path, end.accept_BJ, _last(round_, end.node_B, end.left))
+
+
+def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) -> Verdict:
+    """Block verification: from the leaves up, so that a late draft may save the early ones.
+
+    On a chain Sun et al. 2024 (algorithm 2); on a tree traversal verification (Weng et al. 2025, algorithm 2), whose
+    one-path case it is. alpha(root) = 1, alpha(child) = min(1, alpha(parent) p(x) / q(x)). The first leaf in draw order
+    stands with chance alpha, and the whole path to it with it. If it does not, it is deleted; at its parent
+    r = max(alpha p - q, 0), S = sum r, then alpha <- S / (S + 1 - alpha), p <- r / S and q <- q without it,
+    renormalised; the alphas below follow, and the next leaf is tested. The root always stands. The last token comes
+    from the p of the node that stood.
+
+    Arguments as ``token_law``. It never accepts fewer tokens than that on a chain, in expectation over the coins.
+    """
+    round_ = _round(p_BTV, drafts, coin_BJ)
+    rows, drafted = round_.live_BJ.shape
     if drafted == 0:
-        return Verdict(jnp.zeros_like(gamma_B), jnp.zeros((size["B"], 0), p_BJV.dtype), p_BJV[:, 0])
+        return _nothing_drafted(p_BTV, depth)
+    round_, tour = _tour(round_, drafts.topology)
+    undecided = -1
 
-    p_draft_BJ = jnp.take_along_axis(p_BJV[:, :drafted], draft_BJ[:, :, None], axis=-1)[..., 0]
+    class State(NamedTuple):
+        time: jax.Array
+        node_B: jax.Array  # the node that stood, or undecided
+        alpha_BT: jax.Array
+        left: _Left  # [B, T]
+        accept_BJ: jax.Array
+
+    def going(state: State) -> jax.Array:
+        return jnp.any((state.node_B == undecided) & (state.time < tour.length_B))
+
+    def visit(state: State) -> State:
+        event_B = lax.dynamic_index_in_dim(tour.event_BE, state.time, axis=1, keepdims=False)
+        visits_B = (state.node_B == undecided) & (event_B >= 0)
+        leaves_B = visits_B & (event_B % 2 == 1)
+        j_B = jnp.maximum(event_B, 0) // 2
+        parent_B = _at(round_.parent_BJ, j_B)
+        p_B, q_B = _at(round_.p_BJ, j_B), _at(round_.q_BJ, j_B)
+        left: _Left = jax.tree.map(lambda x_BT: _at(x_BT, parent_B), state.left)
+        alpha_B = _at(state.alpha_BT, parent_B)
+
+        # On the way down: its alpha, from its parent as that is by now.
+        entered_B = _at_most_one(alpha_B * left.weight(p_B, q_B), q_B)
+        # On the way up, all its children deleted: a leaf.
+        chance_B = jnp.where(leaves_B, _at(state.alpha_BT, j_B + 1), 0)
+        stands_B = _at(coin_BJ, j_B) < chance_B
+        rejected_B = leaves_B & ~stands_B
+        # The root's alpha stays 1, so that its residual need not be weighed for itself.
+        weighed_B = rejected_B & ((parent_B > 0) | _at(round_.followed_BJ, j_B))
+        mass_B, after = _reject(round_, parent_B, j_B, alpha_B, left, weighed_B)
+        fallen_B = jnp.where(alpha_B < 1, mass_B / jnp.where(alpha_B < 1, mass_B + (1 - alpha_B), 1), 1)
+
+        nodes_T = jnp.arange(drafted + 1)[None, :]
+        is_own_BT = (nodes_T == j_B[:, None] + 1) & (visits_B & ~leaves_B)[:, None]
+        is_parent_BT = (nodes_T == parent_B[:, None]) & rejected_B[:, None]
+        alpha_BT = jnp.where(is_own_BT, entered_B[:, None], state.alpha_BT)
+        alpha_BT = jnp.where(is_parent_BT, fallen_B[:, None], alpha_BT)
+        left = jax.tree.map(lambda x_BT, x_B: jnp.where(is_parent_BT, x_B[:, None], x_BT), state.left, after)
+        is_tested_BJ = (nodes_T[:, 1:] == j_B[:, None] + 1) & leaves_B[:, None]
+        accept_BJ = jnp.where(is_tested_BJ, chance_B[:, None], state.accept_BJ)
+        node_B = jnp.where(stands_B, j_B + 1, state.node_B)
+        return State(state.time + 1, node_B, alpha_BT, left, accept_BJ)
+
+    is_root_BT = jnp.broadcast_to(jnp.arange(drafted + 1)[None, :] == 0, (rows, drafted + 1))
+    alpha_BT = is_root_BT.astype(p_BTV.dtype)
+    undecided_B = jnp.full((rows,), undecided, jnp.int32)
+    start = State(jnp.int32(0), undecided_B, alpha_BT, _whole(alpha_BT), jnp.zeros_like(round_.p_BJ))
+    end = lax.while_loop(going, visit, start)
+    node_B = jnp.maximum(end.node_B, 0)
+    left = jax.tree.map(lambda x_BT: _at(x_BT, node_B), end.left)
+    return Verdict(*_climb(drafts.topology, node_B, depth), end.accept_BJ, _last(round_, node_B, left))
+
+
+def match_law(choice_BT: jax.Array, drafts: Drafts, depth: int) -> Match:
+    """Descends while a live child holds the token that the target chose at its parent.
+
+    Greedy decoding (the choice is the argmax), and the coupled law (the choice is argmax(log p + g) with noise g that
+    belongs to the seed, the absolute position and the token id; Daliri et al. 2024): the text is that of the choices
+    alone, whatever was drafted.
+    """
+    size = sizes(tokens_BJ=drafts.tokens_BJ, live_BJ=drafts.live_BJ, parent_BJ=drafts.topology.parent_BJ)
+    rows, drafted = size["B"], size["J"]
+    if choice_BT.shape != (rows, drafted + 1):
+        raise ValueError(f"choice_BT: expected {drafted + 1} nodes of {rows} rows, got shape {choice_BT.shape}")
+    node_B = jnp.zeros((rows,), jnp.int32)
+    path = [node_B] * depth
+    if drafted:
+        parent_BJ = drafts.topology.parent_BJ
+        chosen_BJ = drafts.live_BJ & (drafts.tokens_BJ == jnp.take_along_axis(choice_BT, parent_BJ, axis=1))
+        nodes_J = jnp.arange(1, drafted + 1, dtype=jnp.int32)[None, :]
+        going_B = jnp.ones((rows,), bool)
+        for level in range(depth):
+            below_BJ = chosen_BJ & (parent_BJ == node_B[:, None])
+            # Node 0 is nobody's child, so 0 says that there is none.
+            path[level] = jnp.where(going_B, jnp.max(jnp.where(below_BJ, nodes_J, 0), axis=1), 0)
+            going_B = path[level] > 0
+            node_B = jnp.where(going_B, path[level], node_B)
+    path_BD = jnp.stack(path, axis=1) if depth else jnp.zeros((rows, 0), jnp.int32)
+    return Match(jnp.sum(path_BD > 0, axis=1, dtype=jnp.int32), path_BD, _at(choice_BT, node_B))
+
+
+class _Left(NamedTuple):
+    """What rejected children leave of the laws at a node. One value per row, or per row and node.
+
+    p is norm(max(p - q, 0)) over and over, with a smaller q every time. A rejected token has no p left, and for all
+    others that is max(a p - b q, 0) with the p and q of the beginning: two numbers instead of a law.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    share: jax.Array  # of q, that the rejected children leave: the next is drawn from q / share
+
+    def weight(self, p: jax.Array, q: jax.Array) -> jax.Array:
+        """What is left of p at a token, in units in which the token was drawn with chance q."""
+        return jnp.maximum(self.a * p - self.b * q, 0) * self.share
+
+
+def _whole(like: jax.Array) -> _Left:
+    one = jnp.ones_like(like)
+    return _Left(one, jnp.zeros_like(one), one)
+
+
+def _choose(is_first_B: jax.Array, first: _Left, second: _Left) -> _Left:
+    return jax.tree.map(lambda x_B, y_B: jnp.where(is_first_B, x_B, y_B), first, second)
+
+
+class _Round(NamedTuple):
+    """The drafts as the laws look at them."""
+
+    p_BTV: jax.Array
+    q_BJV: jax.Array | None
+    tokens_BJ: jax.Array
+    parent_BJ: jax.Array
+    live_BJ: jax.Array
+    followed_BJ: jax.Array  # whether a later sibling is live
+    p_BJ: jax.Array  # p and q at the drafted tokens
+    q_BJ: jax.Array
+
+
+def _round(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array) -> _Round:
+    tokens_BJ, parent_BJ = drafts.tokens_BJ, drafts.topology.parent_BJ
+    size = sizes(tokens_BJ=tokens_BJ, parent_BJ=parent_BJ, live_BJ=drafts.live_BJ, coin_BJ=coin_BJ)
+    rows, drafted = size["B"], size["J"]
+    if p_BTV.shape[:2] != (rows, drafted + 1):
+        raise ValueError(f"p_BTV: expected {drafted + 1} nodes of {rows} rows, got shape {p_BTV.shape}")
+    p_BJ = jax.vmap(lambda p_TV, parent_J, tokens_J: p_TV[parent_J, tokens_J])(p_BTV, parent_BJ, tokens_BJ)
+    q_BJV, live_BJ = drafts.q_BJV, drafts.live_BJ
     if q_BJV is None:
-        accept_BJ = p_draft_BJ
+        q_BJ = jnp.ones_like(p_BJ)
     else:
-        q_draft_BJ = jnp.take_along_axis(q_BJV, draft_BJ[:, :, None], axis=-1)[..., 0]
-        # min(1, p / q) without 0 / 0: what the target cannot say never stands.
-        ratio_BJ = p_draft_BJ / jnp.where(p_draft_BJ < q_draft_BJ, q_draft_BJ, 1)
-        accept_BJ = jnp.where(p_draft_BJ < q_draft_BJ, ratio_BJ, (p_draft_BJ > 0).astype(p_BJV.dtype))
-    tested_BJ = jnp.arange(drafted)[None, :] < gamma_B[:, None]
-    accept_BJ = jnp.where(tested_BJ, accept_BJ, 0)
-    n_accepted_B = _leading(coin_BJ < accept_BJ)
-
-    p_last_BV = _position(p_BJV, n_accepted_B)
-    rejected_B = jnp.minimum(n_accepted_B, drafted - 1)
-    if q_BJV is None:
-        rejected_id_B = jnp.take_along_axis(draft_BJ, rejected_B[:, None], axis=-1)
-        is_rejected_BV = jnp.arange(p_BJV.shape[-1])[None, :] == rejected_id_B
-        residual_BV = jnp.where(is_rejected_BV, 0, p_last_BV)
-    else:
-        residual_BV = jnp.maximum(p_last_BV - _position(q_BJV, rejected_B), 0)
-    # An empty residual means p = q: only rounding can reject there, and p itself is the law.
-    use_residual_B = (n_accepted_B < gamma_B) & jnp.any(residual_BV > 0, axis=-1)
-    return Verdict(n_accepted_B, accept_BJ, jnp.where(use_residual_B[:, None], residual_BV, p_last_BV))
+        sizes(tokens_BJ=tokens_BJ, q_BJV=q_BJV)
+        q_BJ = jnp.take_along_axis(q_BJV, tokens_BJ[:, :, None], axis=-1)[..., 0].astype(p_BJ.dtype)
+        live_BJ = live_BJ & (q_BJ > 0)
+    order_J = jnp.arange(drafted)
+    later_JJ = order_J[None, :] > order_J[:, None]
+    is_sibling_BJJ = parent_BJ[:, :, None] == parent_BJ[:, None, :]
+    followed_BJ = jnp.any(is_sibling_BJJ & later_JJ[None] & live_BJ[:, None, :], axis=-1)
+    return _Round(p_BTV, q_BJV, tokens_BJ, parent_BJ, live_BJ, followed_BJ, p_BJ, q_BJ)
 
 
-def greedy_law(argmax_BJ: jax.Array, draft_BJ: jax.Array, gamma_B: jax.Array) -> GreedyVerdict:
-    """The token law at temperature zero, from the target's argmax at positions 0..J (J+1 of them) alone."""
-    drafted = draft_BJ.shape[1]
-    tested_BJ = jnp.arange(drafted)[None, :] < gamma_B[:, None]
-    n_accepted_B = _leading((draft_BJ == argmax_BJ[:, :drafted]) & tested_BJ)
-    return GreedyVerdict(n_accepted_B, jnp.take_along_axis(argmax_BJ, n_accepted_B[:, None], axis=-1)[:, 0])
+def _nothing_drafted(p_BTV: jax.Array, depth: int) -> Verdict:
+    rows = p_BTV.shape[0]
+    none_B = jnp.zeros((rows,), jnp.int32)
+    return Verdict(none_B, jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, 0), p_BTV.dtype), p_BTV[:, 0])
 
 
-def _leading(stands_BJ: jax.Array) -> jax.Array:
-    """How many stand before the first that does not."""
-    return jnp.sum(jnp.cumprod(stands_BJ.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+def _at_most_one(weight_B: jax.Array, q_B: jax.Array) -> jax.Array:
+    """min(1, weight / q) without 0 / 0: what the target cannot say never stands."""
+    is_less_B = weight_B < q_B
+    return jnp.where(is_less_B, weight_B / jnp.where(is_less_B, q_B, 1), (weight_B > 0).astype(weight_B.dtype))
 
 
-def _position(laws_BJV: jax.Array, position_B: jax.Array) -> jax.Array:
+def _reject(
+    round_: _Round, node_B: jax.Array, j_B: jax.Array, alpha_B: jax.Array, left: _Left, weighed_B: jax.Array
+) -> tuple[jax.Array, _Left]:
+    """The mass of r = max(alpha p - q, 0) at a node whose child j was rejected, and what that leaves of its laws.
+
+    Rows that are not to be weighed get mass 1 and laws that are not normalised, which will do for a last draw.
+    """
+    if round_.q_BJV is None:
+        # q is one-hot: x leaves p. No other token matters.
+        kept_B = jnp.maximum(1 - left.a * _at(round_.p_BJ, j_B), 0)
+        a_B = jnp.where(kept_B > 0, left.a / jnp.where(kept_B > 0, kept_B, 1), 0)
+        return alpha_B * kept_B, left._replace(a=a_B)
+    q_BJV = round_.q_BJV
+    a_B = alpha_B * left.a
+    b_B = alpha_B * left.b + 1 / jnp.where(left.share > 0, left.share, 1)
+
+    def weigh() -> tuple[jax.Array, jax.Array]:
+        p_BV, q_BV = _row(round_.p_BTV, node_B), _row(q_BJV, j_B)
+        mass_B = jnp.sum(jnp.maximum(a_B[:, None] * p_BV - b_B[:, None] * q_BV, 0), axis=-1)
+        # Summed anew: 1 - q(x) would lose what a peaked q leaves.
+        tried_BJ = (round_.parent_BJ == node_B[:, None]) & (
+            jnp.arange(round_.live_BJ.shape[1])[None, :] <= j_B[:, None]
+        )
+        return mass_B, jnp.sum(_without(q_BV, round_.tokens_BJ, tried_BJ & round_.live_BJ), axis=-1)
+
+    one_B = jnp.ones_like(alpha_B)
+    mass_B, share_B = lax.cond(jnp.any(weighed_B), weigh, lambda: (one_B, one_B))
+    # A row must not feel that a neighbour was weighed.
+    mass_B, share_B = (jnp.where(weighed_B, x_B, 1) for x_B in (mass_B, share_B))
+    by_B = jnp.where(mass_B > 0, 1 / jnp.where(mass_B > 0, mass_B, 1), 0)
+    return mass_B, _Left(a_B * by_B, b_B * by_B, share_B)
+
+
+def _last(round_: _Round, node_B: jax.Array, left: _Left) -> jax.Array:
+    """The weights of the token after a node, all of whose live children were rejected."""
+    p_BV = _row(round_.p_BTV, node_B)
+    gone_BJ = round_.live_BJ & (round_.parent_BJ == node_B[:, None])
+    left_BV = p_BV
+    if round_.q_BJV is not None:
+        q_BV = _row(round_.q_BJV, jnp.argmax(gone_BJ, axis=1))
+        left_BV = jnp.maximum(left.a[:, None] * p_BV - left.b[:, None] * q_BV, 0)
+    left_BV = _without(left_BV, round_.tokens_BJ, gone_BJ)
+    # Empty means p = q: only rounding can reject there, and p itself is the law.
+    return jnp.where(jnp.any(left_BV > 0, axis=-1, keepdims=True), left_BV, p_BV)
+
+
+class _Tour(NamedTuple):
+    """A walk round the live drafts, depth first: down into draft j is event 2 j, back up from it 2 j + 1."""
+
+    event_BE: jax.Array  # i32, -1 past the end
+    length_B: jax.Array
+
+
+def _tour(round_: _Round, topology: Topology) -> tuple[_Round, _Tour]:
+    """The tour, and the round with nothing live below what is not."""
+    drafted = round_.live_BJ.shape[1]
+    above_BJJ = ancestors(topology)[:, 1:, 1:]
+    live_BJ = jnp.all(~above_BJJ | round_.live_BJ[:, None, :], axis=-1)
+    below_BJ = jnp.sum(above_BJJ & live_BJ[:, :, None], axis=1, dtype=jnp.int32)
+    order_J = jnp.arange(drafted, dtype=jnp.int32)
+    is_earlier_JJ = order_J[None, :] < order_J[:, None]
+    is_sibling_BJJ = round_.parent_BJ[:, :, None] == round_.parent_BJ[:, None, :]
+    # Drafts to the left of j: below the earlier siblings of j and of what is above it.
+    beside_BJ = jnp.sum(jnp.where(is_sibling_BJJ & is_earlier_JJ[None], below_BJ[:, None, :], 0), axis=-1)
+    before_BJ = jnp.sum(jnp.where(above_BJJ, beside_BJ[:, None, :], 0), axis=-1)
+    down_BJ = topology.depth_BJ - 1 + 2 * before_BJ
+    up_BJ = down_BJ + 2 * below_BJ - 1
+
+    times_BE = jnp.concatenate([down_BJ, up_BJ], axis=1)
+    times_BE = jnp.where(jnp.concatenate([live_BJ, live_BJ], axis=1), times_BE, 2 * drafted)
+    events_E = jnp.concatenate([2 * order_J, 2 * order_J + 1])
+    empty_E = jnp.full((2 * drafted,), -1, jnp.int32)
+    event_BE = jax.vmap(lambda times_E: empty_E.at[times_E].set(events_E, mode="drop"))(times_BE)
+    return round_._replace(live_BJ=live_BJ), _Tour(event_BE, 2 * jnp.sum(live_BJ, axis=1, dtype=jnp.int32))
+
+
+def _climb(topology: Topology, node_B: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
+    """How deep a node lies, and the path to it."""
+    parent_BT, depth_BT = (jnp.pad(x_BJ, ((0, 0), (1, 0))) for x_BJ in topology)
+    n_accepted_B = _at(depth_BT, node_B)
+    path = []
+    for level in range(depth, 0, -1):
+        is_here_B = n_accepted_B >= level
+        path.append(jnp.where(is_here_B, node_B, 0))
+        node_B = jnp.where(is_here_B, _at(parent_BT, node_B), node_B)
+    path_BD = jnp.stack(path[::-1], axis=1) if depth else jnp.zeros((node_B.shape[0], 0), jnp.int32)
+    return n_accepted_B, path_BD
+
+
+def _at(x_BX: jax.Array, index_B: jax.Array) -> jax.Array:
+    """One value per row."""
+    return jnp.take_along_axis(x_BX, index_B[:, None], axis=1)[:, 0]
+
+
+def _row(laws_BXV: jax.Array, index_B: jax.Array) -> jax.Array:
     """One law per row."""
-    return jax.vmap(lambda laws_JV, position: laws_JV[position])(laws_BJV, position_B)
+    return jax.vmap(lambda laws_XV, index: laws_XV[index])(laws_BXV, index_B)
+
+
+def _without(law_BV: jax.Array, tokens_BJ: jax.Array, gone_BJ: jax.Array) -> jax.Array:
+    """``law_BV`` with 0 at some tokens."""
+    # An index past the end drops the write.
+    ids_BJ = jnp.where(gone_BJ, tokens_BJ, law_BV.shape[-1])
+    return jax.vmap(lambda law_V, ids_J: law_V.at[ids_J].set(0, mode="drop"))(law_BV, ids_BJ)

@@ -12,12 +12,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert.convert import convert
+from checkpoints_convert.heads import convert_heads
 from jaxspec import Chunk, Completion, Engine, SamplingParams, SpeculationConfig, SpeculationParams
 from tests.engine.reference import Reference
 from tests.engine.watch import Watch
 
 SLOTS, MAX_LEN = 8, 240  # one window of 240, prefill chunks of 16 and 64
 LOOKUP_MIN, LOOKUP_MAX = 1, 3  # one token is enough: random text repeats no more
+HEADS_MAX_LEN = 300  # one window: p150, 64 tokens and a tree of 64 nodes
 SMALL_SLOTS, SMALL_MAX_LEN, SMALL_QUEUE = 2, 61, 3
 
 
@@ -106,6 +108,7 @@ def references(shared: Path, variant: Callable[..., Reference]) -> dict[str, Ref
     return {
         "tiny-llama3": Reference(shared / "fixtures" / "tiny-llama3"),
         "tiny-draft": Reference(shared / "fixtures" / "tiny-draft"),
+        "tiny-llama3-8l": Reference(shared / "fixtures" / "tiny-llama3-8l"),
         "near": variant("near", lambda name, x: x + 0.005 * rng.standard_normal(x.shape) * (x.ndim == 2)),
         "loop": variant("loop", lambda name, x: x * (0.01 if "o_proj" in name else 1)),
     }
@@ -130,12 +133,25 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def make(
-        target="tiny-llama3", *, draft=None, method="ngram", warm=True, folder=None, draft_folder=None, **options
+        target="tiny-llama3",
+        *,
+        draft=None,
+        method="ngram",
+        law="token",
+        warm=True,
+        folder=None,
+        draft_folder=None,
+        **options,
     ) -> Rig:
         if draft is not None:
             method, draft_folder = "draft_model", draft_folder or checkpoints(draft)
         options = {"mesh": "1", "max_slots": SLOTS, "max_len": MAX_LEN, "max_queue": 4096, **options}
-        speculation = SpeculationConfig(method=method, prompt_lookup_min=LOOKUP_MIN, prompt_lookup_max=LOOKUP_MAX)
+        speculation = SpeculationConfig(
+            method=method,
+            rejection_sample_method=law,
+            prompt_lookup_min=LOOKUP_MIN,
+            prompt_lookup_max=LOOKUP_MAX,
+        )
         engine = Engine.load(folder or checkpoints(target), draft=draft_folder, speculation=speculation, **options)
         if warm:
             engine.warmup()
@@ -144,6 +160,44 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
 
     yield make
     for rig in rigs:
+        rig.engine.close()
+
+
+@pytest.fixture(scope="session")
+def heads_folders(shared, checkpoints, tmp_path_factory) -> Callable[[str], Path]:
+    """``heads_folders(fixture)``: the authors' heads of a fixture, converted with their target."""
+    home = tmp_path_factory.mktemp("heads")
+
+    def converted(fixture: str) -> Path:
+        if not (home / fixture).exists():
+            target = "tiny-llama3-8l" if fixture == "eagle3" else "tiny-llama3"
+            convert_heads(shared / "fixtures" / fixture, home / fixture, target=checkpoints(target))
+        return home / fixture
+
+    return converted
+
+
+@pytest.fixture(scope="module")
+def heads_rig(references, checkpoints, heads_folders) -> Iterator[Callable[..., Rig]]:
+    """``heads_rig(fixture, tree_topk=..., **engine options)``: an engine with heads, gone when the module ends."""
+    rigs: dict[str, Rig] = {}
+
+    def make(fixture: str, options: dict | None = None, **speculation) -> Rig:
+        key = f"{fixture} {options} {speculation}"
+        if key not in rigs:
+            target = "tiny-llama3-8l" if fixture == "eagle3" else "tiny-llama3"
+            method = "eagle" if fixture == "eagle1" else fixture
+            engine = Engine.load(
+                checkpoints(target),
+                heads=heads_folders(fixture),
+                speculation=SpeculationConfig(method=method, **speculation),
+                **{"mesh": "1", "max_slots": 3, "max_len": HEADS_MAX_LEN, "max_queue": 4096, **(options or {})},
+            )
+            rigs[key] = Rig(engine, Watch(engine), references[target])
+        return rigs[key]
+
+    yield make
+    for rig in rigs.values():
         rig.engine.close()
 
 

@@ -11,7 +11,7 @@ from jaxspec.speculate.gamma import FIRST_REST, LONGEST_REST, PAYS, GammaState, 
 from tests.engine.laws import follow_lookup
 
 SLOTS = 23
-jitted = jax.jit(look_up, static_argnums=(2, 3))
+jitted = jax.jit(look_up, static_argnums=4)
 
 
 def drafts(text: str, shortest: int = 2, longest: int = 4, rubbish: str = "") -> str | None:
@@ -19,7 +19,9 @@ def drafts(text: str, shortest: int = 2, longest: int = 4, rubbish: str = "") ->
     tokens = [ord(c) for c in (text + rubbish).ljust(SLOTS, "\0")]
     # A second row of another length must not matter.
     other = [ord(c) for c in "xyxyxyxyxyx".ljust(SLOTS, "\0")]
-    found = jitted(jnp.array([tokens, other]), jnp.array([len(text), 11]), shortest, longest)
+    found = jitted(
+        jnp.array([tokens, other]), jnp.array([len(text), 11]), jnp.array([shortest] * 2), jnp.array([longest] * 2), 4
+    )
     return "".join(chr(t) for t in np.asarray(found.tokens_BJ)[0]) if found.found_B[0] else None
 
 
@@ -61,7 +63,8 @@ def test_drafts_agree_with_the_plain_search_on_random_text():
     rng = np.random.default_rng(5)
     rows, lengths = rng.integers(0, 3, size=(211, SLOTS)), rng.integers(1, SLOTS + 1, size=211)
     for shortest, longest in ((1, 1), (1, 3), (2, 4), (3, 16)):
-        found = jitted(jnp.array(rows), jnp.array(lengths), shortest, longest)
+        asked = (jnp.full(211, size) for size in (shortest, longest))
+        found = jitted(jnp.array(rows), jnp.array(lengths), *asked, 16)
         for row, length, drafted, hit in zip(rows, lengths, found.tokens_BJ, found.found_B, strict=True):
             expected = follow_lookup(row[:length].tolist(), shortest, longest)
             assert int(hit) == (0 if expected is None else GAMMA_MAX)

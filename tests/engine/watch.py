@@ -11,6 +11,7 @@ from jaxspec import Engine
 from jaxspec.engine.batch import Batch, Fault
 from jaxspec.engine.request import Request, StepTokens
 from jaxspec.model.cache import KVCache
+from jaxspec.speculate.drafters.eagle import EagleState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Row:
     request_id: str
     slot: int
     gamma: int  # asked for
-    drafted: int
+    drafted: int  # nodes
     accepted: int
     tokens: tuple[int, ...]  # committed
     length: int  # after the step
@@ -76,6 +77,7 @@ class Watch:
         length_B, target_B = np.asarray(state.length_B), np.asarray(state.target.length_B)
         draft_B = np.asarray(state.drafter.length_B) if isinstance(state.drafter, KVCache) else None
         tokens_BS = np.asarray(state.tokens_BS)
+        drafts = self.batch._programs.decoder.drafter.drafts
         found = []
         for slot, result in results.items():
             request, row = running[slot], rows[slot]
@@ -90,8 +92,11 @@ class Watch:
             expect.equal("length of the target cache", target_B[row], n - 1)
             expect.equal("token buffer", tokens_BS[row, :n].tolist(), committed)
             expect.at_most("committed tokens", n, request.max_length)
-            expect.at_most("drafted", result.n_drafted, min(gammas[slot], request.max_length - request.length - 1))
-            expect.at_most("accepted", result.n_accepted, result.n_drafted)
+            levels = max(0, min(gammas[slot], request.max_length - request.length - 1))
+            expect.at_most("drafted", result.n_drafted, drafts(levels))
+            expect.at_most("accepted", result.n_accepted, min(levels, result.n_drafted))
+            if isinstance(state.drafter, EagleState):
+                expect.equal("rows of the EAGLE head's cache", state.drafter.length_B[row], n - 1)
             if draft_B is not None:
                 expect.equal("reported lag", result.lag, n - 1 - draft_B[row])
                 # A round leaves out its last draft alone, and that only when it was accepted.

@@ -30,7 +30,7 @@ def compiled_pass(config: LlamaConfig, mesh: str, dtype: str) -> tuple[ModelDef,
         params: Mapping[str, jax.Array], tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         module = model.merge(params)
-        hidden_BTD, cache = module(tokens_BT, positions_BT, cache)
+        hidden_BTD, cache, _ = module(tokens_BT, positions_BT, cache)
         return module.logits(hidden_BTD), hidden_BTD, cache
 
     return model, forward

@@ -56,7 +56,7 @@ class Paper(NamedTuple):
 
     @property
     def programs(self) -> Programs:
-        decoder = Decoder(self.target, LinearDrafter(self.draft, VOCAB, VOCAB), VOCAB)
+        decoder = Decoder(self.target, LinearDrafter(self.draft, VOCAB, VOCAB), VOCAB, "block")
         params: Any = Params(self.target.abstract_params(), self.draft.abstract_params())
         return Programs(decoder, params, Shapes.of(SLOTS, WINDOW, GAMMA))
 

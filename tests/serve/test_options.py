@@ -88,12 +88,40 @@ def test_draft_lengths_beyond_8_are_refused(gamma: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("longest", "shortest", "words"),
+    [
+        (0, None, r"prompt_lookup_max: expected an integer in \[1, 16\]"),
+        (17, None, "prompt_lookup_max"),
+        (True, None, "prompt_lookup_max"),
+        (None, 0, "prompt_lookup_min"),
+        (None, 2.0, "prompt_lookup_min"),
+        (3, 4, "prompt_lookup_min: expected at most prompt_lookup_max=3, got 4"),
+        (7, 1, "prompt_lookup_max: expected at most the server's prompt_lookup_max=6, got 7"),
+        (None, 7, "prompt_lookup_min: expected at most prompt_lookup_max=6, got 7"),
+    ],
+)
+def test_lookup_lengths_of_a_request_have_ranges_and_the_servers_bound(longest, shortest, words) -> None:
+    params = SpeculationParams(None, longest, shortest)
+    with pytest.raises(InvalidRequest, match=words):
+        params.validate()
+        params.lookup(SpeculationConfig(prompt_lookup_max=6))
+
+
+def test_lookup_lengths_that_a_request_leaves_out_are_the_servers() -> None:
+    server = SpeculationConfig(prompt_lookup_max=6, prompt_lookup_min=4)
+    assert SpeculationParams().lookup(server) == (4, 6)
+    assert SpeculationParams(None, 3).lookup(server) == (3, 3)
+    assert SpeculationParams(None, 5).lookup(server) == (4, 5)
+    assert SpeculationParams(None, None, 1).lookup(server) == (1, 6)
+
+
+@pytest.mark.parametrize(
     ("data", "words"),
     [
         ({"foo": 1, "bar": 2, "method": "ngram"}, "unknown key 'bar', 'foo'"),
         ({"num_beams": 4}, "beam search keeps the most probable texts"),
-        ({"method": "medusa"}, "method: expected one of ngram, draft_model, none"),
-        ({"rejection_sample_method": "lossy"}, "rejection_sample_method: expected token"),
+        ({"method": "beam"}, "method: expected one of ngram, draft_model, "),
+        ({"rejection_sample_method": "lossy"}, "rejection_sample_method: expected token, block, coupled"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
         ({"prompt_lookup_max": 3, "prompt_lookup_min": 4}, "prompt_lookup_min"),
         ({"prompt_lookup_max": 0}, "prompt_lookup_max"),
@@ -176,9 +204,10 @@ def test_request_flags_fill_every_field() -> None:
             "2",
         ),
         *("--stop-token-ids", "8,9", "--ignore-eos", "--show-special-tokens", "--num-speculative-tokens", "0"),
+        *("--prompt-lookup-max", "5", "--prompt-lookup-min", "2"),
     )
     assert prompt == Prompt(ids=(3, 5))
-    assert speculation == SpeculationParams(0)
+    assert speculation == SpeculationParams(0, 5, 2)
     default = SamplingParams()
     for field in dataclasses.fields(SamplingParams):
         assert getattr(sampling, field.name) != getattr(default, field.name), f"--{field.name} changed nothing"

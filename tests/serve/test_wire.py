@@ -37,9 +37,9 @@ def test_requests_come_back_as_they_were(prompt: Prompt) -> None:
         logprobs=0,
         skip_special_tokens=False,
     )
-    request = wire.write_request(prompt, sampling, SpeculationParams(0), "id-1")
+    request = wire.write_request(prompt, sampling, SpeculationParams(0, 5, 2), "id-1")
     parsed = wire.parse(pb.GenerateRequest, request.SerializeToString())
-    assert wire.read_request(parsed, 512) == wire.Call(prompt, sampling, SpeculationParams(0), "id-1")
+    assert wire.read_request(parsed, 512) == wire.Call(prompt, sampling, SpeculationParams(0, 5, 2), "id-1")
 
 
 def test_unset_is_not_zero() -> None:

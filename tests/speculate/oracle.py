@@ -1,20 +1,19 @@
 """What the laws must equal, written the slow and plain way: NumPy, float64, sorting."""
 
+import functools
 import itertools
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from jaxspec.speculate.verify import token_law
+from jaxspec.speculate.topology import Topology
+from jaxspec.speculate.verify import Drafts, Verdict
 
 # Seeds are fixed, so a chi-square test cannot flicker; this is the chance that a change of the random numbers alone
 # (and not of their law) turns one red.
 FALSE_ALARM = 1e-6
-
-# A table of laws: prefix (a tuple of ids) -> law over the vocabulary.
-Table = dict[tuple[int, ...], np.ndarray]
 
 
 def sorted_law(logits_V, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -42,9 +41,9 @@ def prefixes(vocab, length):
     return itertools.product(range(vocab), repeat=length)
 
 
-def table(rng, vocab, depth, law) -> Table:
-    """One law per prefix of fewer than ``depth`` ids."""
-    return {prefix: law(rng, vocab) for length in range(depth) for prefix in prefixes(vocab, length)}
+def tables(rng, vocab, depth, law):
+    """Laws after every prefix of fewer than ``depth`` ids: by length n, an array [V] * n + [V]."""
+    return [np.array([law(rng, vocab) for _ in prefixes(vocab, n)]).reshape((vocab,) * (n + 1)) for n in range(depth)]
 
 
 def uneven(rng, vocab):
@@ -68,73 +67,341 @@ def on_ids(ids):
     return law
 
 
-def committed_law(p: Table, q: Table | None, undrawn: Table | None, gammas, vocab, bucket, dtype, drawn_from=None):
-    """The exact law of what one round commits, for each gamma, with every number taken from ``token_law`` itself.
+class Shape(NamedTuple):
+    """The drafts of a row: where each hangs, and whether it is live. Siblings lie in draw order."""
 
-    Sums over all drafts (drawn from ``drawn_from``, q unless a test lies about it; or the single most likely one of
-    ``undrawn``, where q is None) and all numbers of accepted drafts. What a round leaves open of the first gamma + 1
-    tokens is completed by p. All gammas share one batch and one bucket; positions from gamma on hold garbage.
+    parents: tuple[int, ...]
+    live: tuple[bool, ...]
 
-    Returns:
-        Per gamma, an array over [V] * (gamma + 1), to be compared with ``plain_law``; and per gamma the expected
-        number of accepted drafts.
-    """
-    drawn_from = drawn_from or q
-    rng = np.random.default_rng(5)
-    rows = []  # gamma, draft, chance of the draft, number of accepted drafts
-    for gamma in gammas:
-        for draft in prefixes(vocab, gamma):
-            if drawn_from is not None:
-                chance = np.prod([drawn_from[draft[:i]][x] for i, x in enumerate(draft)])
-            else:
-                chance = float(all(x == np.argmax(undrawn[draft[:i]]) for i, x in enumerate(draft)))
-            rows += [(gamma, draft, chance, n) for n in range(gamma + 1) if chance > 0]
+    @property
+    def above(self):
+        """Per node, the nodes of its path from depth 1 on, itself the last."""
+        paths = [()]
+        for j, parent in enumerate(self.parents):
+            paths.append((*paths[parent], j + 1))
+        return paths
 
-    p_BJV = np.eye(vocab)[rng.integers(vocab, size=(len(rows), bucket + 1))]
-    q_BJV = np.eye(vocab)[rng.integers(vocab, size=(len(rows), bucket))]
-    draft_BJ = rng.integers(vocab, size=(len(rows), bucket))
-    coin_BJ = rng.random((len(rows), bucket))
-    for b, (gamma, draft, _, n) in enumerate(rows):
-        p_BJV[b, : gamma + 1] = [p[draft[:i]] for i in range(gamma + 1)]
-        if q is not None and gamma:
-            q_BJV[b, :gamma] = [q[draft[:i]] for i in range(gamma)]
-        draft_BJ[b, :gamma] = draft
-        coin_BJ[b, :gamma] = np.arange(gamma) >= n  # 0 accepts whatever may be accepted, 1 nothing
-    verdict = jax.jit(token_law)(
-        jnp.asarray(p_BJV, dtype),
-        None if q is None else jnp.asarray(q_BJV, dtype),
-        jnp.asarray(draft_BJ, jnp.int32),
-        jnp.asarray([row[0] for row in rows], jnp.int32),
-        jnp.asarray(coin_BJ, dtype),
-    )
-    n_accepted_B, accept_BJ, last_BV = (np.asarray(x) for x in verdict)
-    assert np.isfinite(accept_BJ).all()
-    assert np.isfinite(last_BV).all()
-    accept_BJ, last_BV = accept_BJ.astype(np.float64), last_BV.astype(np.float64)
+    @property
+    def depth(self):
+        return max((len(path) for path, live in zip(self.above[1:], self.live, strict=True) if live), default=0)
 
-    laws = {gamma: np.zeros((vocab,) * (gamma + 1)) for gamma in gammas}
-    accepted = dict.fromkeys(gammas, 0.0)
-    for b, (gamma, draft, chance, n) in enumerate(rows):
-        weight = chance * np.prod(accept_BJ[b, :n]) * (1 - accept_BJ[b, n] if n < gamma else 1)
-        if weight == 0:
+    def children(self, node):
+        return [j + 1 for j, parent in enumerate(self.parents) if parent == node and self.live[j]]
+
+
+def shape(*parents):
+    return Shape(parents, (True,) * len(parents))
+
+
+SHAPES = {
+    "chain of 1": shape(0),
+    "chain of 2": shape(0, 1),
+    "chain of 3": shape(0, 1, 2),
+    "2x2 level by level": shape(0, 0, 1, 1, 2, 2),
+    "2x2 branch by branch": shape(0, 1, 1, 0, 4, 4),
+    "uneven": shape(0, 0, 1, 1, 2, 3),
+    "pruned before drawing": Shape((0, 0, 0, 1, 3, 5), (True, False, True, True, True, False)),
+    "nothing": Shape((), ()),
+}
+
+
+@functools.cache
+def drawable(shape, vocab):
+    """[N, J] every way to fill the drafts with ids, live siblings distinct; dead drafts hold garbage."""
+    fillings = [()]
+    for j, parent in enumerate(shape.parents):
+        if not shape.live[j]:
+            fillings = [(*filling, j % vocab) for filling in fillings]
             continue
-        assert n_accepted_B[b] == n, "the probabilities returned are not those that decide"
-        accepted[gamma] += weight * n
-        for last in np.flatnonzero(last_BV[b]):
-            prefix = (*draft[:n], int(last))
-            here = weight * last_BV[b, last] / last_BV[b].sum()
-            for rest in prefixes(vocab, gamma - n):
-                chain = prefix + rest
-                laws[gamma][chain] += here * np.prod([p[chain[:i]][chain[i]] for i in range(n + 1, gamma + 1)])
-    return laws, accepted
+        siblings = [node - 1 for node in shape.children(parent) if node - 1 < j]
+        fillings = [
+            (*filling, token)
+            for filling in fillings
+            for token in range(vocab)
+            if token not in [filling[i] for i in siblings]
+        ]
+    return np.array(fillings, np.int64).reshape(len(fillings), len(shape.parents))
 
 
-def plain_law(p: Table, vocab, length):
-    """The exact law of the first ``length`` tokens of plain decoding."""
-    law = np.zeros((vocab,) * length)
-    for chain in prefixes(vocab, length):
-        law[chain] = np.prod([p[chain[:i]][x] for i, x in enumerate(chain)])
+def law_of_prefix(table, shape, tokens_NJ, node):
+    """[N, V] the law after a node."""
+    dense = table[len(shape.above[node])]
+    return dense[tuple(tokens_NJ[:, above - 1] for above in shape.above[node])] + np.zeros((len(tokens_NJ), 1))
+
+
+def drawing_chance(table, shape, tokens_NJ):
+    """[N] the chance of drawing each filling from the laws of ``table``, without replacement among siblings.
+
+    Once a law has nothing left to draw, the next child is the smallest unused id, of q = 0.
+    """
+    rows = np.arange(len(tokens_NJ))
+    chance_N = np.ones(len(tokens_NJ))
+    for node in range(len(shape.parents) + 1):
+        left_NV = law_of_prefix(table, shape, tokens_NJ, node).copy()
+        unused_NV = np.ones_like(left_NV)
+        for child in shape.children(node):
+            token_N = tokens_NJ[:, child - 1]
+            mass_N = left_NV.sum(1)
+            drawn_N = left_NV[rows, token_N] / np.where(mass_N > 0, mass_N, 1)
+            chance_N *= np.where(mass_N > 0, drawn_N, token_N == unused_NV.argmax(1))
+            left_NV[rows, token_N] = unused_NV[rows, token_N] = 0
+    return chance_N
+
+
+def most_likely(table, shape, vocab):
+    """[1, J] the filling that gives every node's children its most likely ids, in order."""
+    tokens = np.zeros((1, len(shape.parents)), np.int64)
+    for node in range(len(shape.parents) + 1):
+        order = np.argsort(-law_of_prefix(table, shape, tokens, node)[0], kind="stable")
+        for child, token in zip(shape.children(node), order, strict=False):
+            tokens[0, child - 1] = token
+    return tokens
+
+
+class Case(NamedTuple):
+    """One shape with its laws. ``q`` None: undrawn drafts, the most likely ids of ``drawn_from``."""
+
+    shape: Shape
+    p: list  # dense tables by prefix length
+    q: list | None
+    drawn_from: list
+
+
+def plan(cases, vocab, drafted, rng):
+    """One batch over all cases, all fillings and all nodes that may be the last accepted, for ``evaluate``.
+
+    The drafts of a case lie at random places of the row, in order; what is between them is dead garbage. The rows are
+    shuffled, so that neighbours have other shapes.
+    """
+    parts, owners = [], []
+    for number, case in enumerate(cases):
+        shape = case.shape
+        places = np.sort(rng.permutation(drafted)[: len(shape.parents)])
+        node_at = np.concatenate([[0], places + 1]).astype(np.int64)
+        if case.q is None:
+            fillings_NJ = most_likely(case.drawn_from, shape, vocab)
+            chance_N = np.ones(1)
+        else:
+            fillings_NJ = drawable(shape, vocab)
+            chance_N = drawing_chance(case.drawn_from, shape, fillings_NJ)
+        fillings_NJ, chance_N = fillings_NJ[chance_N > 0], chance_N[chance_N > 0]
+        ends = [0, *(j + 1 for j, live in enumerate(shape.live) if live)]
+        count = len(fillings_NJ) * len(ends)
+        dead = np.eye(vocab)[rng.integers(vocab, size=(2, count, drafted + 1))]
+        batch = {
+            "p": dead[0],
+            "q": dead[1][:, :drafted],
+            "tokens": rng.integers(vocab, size=(count, drafted)),
+            "parent": (rng.random((count, drafted)) * np.arange(1, drafted + 1)).astype(np.int64),
+            "live": np.zeros((count, drafted), bool),
+            "coin": np.ones((count, drafted)),  # 1 accepts nothing, 0 whatever may be accepted
+            "end": np.repeat(node_at[ends], len(fillings_NJ)),
+            "chance": np.tile(chance_N, len(ends)),
+        }
+        every = np.tile(fillings_NJ, (len(ends), 1))
+        for node in range(len(shape.parents) + 1):
+            if node == 0 or shape.live[node - 1]:
+                batch["p"][:, node_at[node]] = law_of_prefix(case.p, shape, every, node)
+        for j, place in enumerate(places):
+            batch["parent"][:, place] = node_at[shape.parents[j]]
+            if shape.live[j]:
+                if case.q is not None:
+                    batch["q"][:, place] = law_of_prefix(case.q, shape, every, shape.parents[j])
+                batch["live"][:, place] = True
+            batch["tokens"][:, place] = every[:, j]
+        for i, end in enumerate(ends):
+            for node in shape.above[end]:
+                batch["coin"][i * len(fillings_NJ) : (i + 1) * len(fillings_NJ), places[node - 1]] = 0
+        depth = np.zeros((count, drafted), np.int64)
+        for j in range(drafted):
+            above = np.concatenate([np.zeros((count, 1), np.int64), depth], 1)
+            depth[:, j] = 1 + above[np.arange(count), batch["parent"][:, j]]
+        batch["depth"] = depth
+        parts.append(batch)
+        owners.append(np.full(count, number))
+    batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    owner = np.concatenate(owners)
+    order = rng.permutation(len(owner))
+    return {name: array[order] for name, array in batch.items()}, owner[order]
+
+
+def evaluate(law, batch, *, drawn, dtype, depth, width=None):
+    """The verdicts of ``law`` on a planned batch, as NumPy; ``width`` fills it up to a shape already compiled."""
+    count = len(batch["chance"])
+    if width is not None:
+        assert count <= width
+        batch = {name: np.resize(array, (width, *array.shape[1:])) for name, array in batch.items()}
+    topology = Topology(jnp.asarray(batch["parent"], jnp.int32), jnp.asarray(batch["depth"], jnp.int32))
+    drafts = Drafts(
+        jnp.asarray(batch["tokens"], jnp.int32),
+        jnp.asarray(batch["q"], dtype) if drawn else None,
+        topology,
+        jnp.asarray(batch["live"]),
+    )
+    verdict = law(jnp.asarray(batch["p"], dtype), drafts, jnp.asarray(batch["coin"], dtype), depth)
+    for array in verdict:
+        assert np.isfinite(array).all()
+    return Verdict(*(np.asarray(array)[:count] for array in verdict))
+
+
+class Committed(NamedTuple):
+    """What one round commits, exactly."""
+
+    parts: list  # parts[n][x_1, .., x_n, y]: chance that x_1 .. x_n stand and y follows
+    accepted: float  # expected number of accepted drafts
+
+    def joint(self, p):
+        """The law of the first len(parts) tokens, p completing what the round leaves open."""
+        law = self.parts[0]
+        for n in range(1, len(self.parts)):
+            law = law[..., None] * p[n] + self.parts[n]
+        return law
+
+
+def committed(cases, batch, owner, verdict, vocab, *, whole_path):
+    """``Committed`` of every case, each number taken from the law itself.
+
+    ``whole_path``: whether every draft of the accepted path was tested (token), or its last alone (block).
+    """
+    rows = np.arange(len(owner))
+    nodes_J = np.arange(1, batch["live"].shape[1] + 1)
+    path_BD = verdict.path_BD
+    depth_BT = np.concatenate([np.zeros((len(rows), 1), np.int64), batch["depth"]], 1)
+    wanted_B = depth_BT[rows, batch["end"]]
+    on_path_BJ = (nodes_J[None, :, None] == path_BD[:, None, :]).any(-1)
+    accept_BJ = verdict.accept_prob_BJ.astype(np.float64)
+    passed_BJ = on_path_BJ if whole_path else nodes_J[None, :] == batch["end"][:, None]
+    chance_BJ = np.where(passed_BJ, accept_BJ, 1 - accept_BJ)
+    # Ends that the law cannot reach: it stopped elsewhere, for want of any chance.
+    arrived_B = np.where(verdict.n_accepted_B > 0, path_BD.max(1, initial=0), 0) == batch["end"]
+    possible_B = np.where(batch["end"] > 0, accept_BJ[rows, np.maximum(batch["end"], 1) - 1] > 0, True)
+    assert (arrived_B | ~possible_B).all(), "the probabilities returned are not those that decide"
+    weight_B = np.where(arrived_B, batch["chance"] * chance_BJ.prod(1), 0)
+    assert (verdict.n_accepted_B == wanted_B)[arrived_B].all()
+    assert (accept_BJ[on_path_BJ & ~passed_BJ & arrived_B[:, None]] == 0).all()
+    last_BV = verdict.last_BV.astype(np.float64)
+    last_BV = weight_B[:, None] * last_BV / last_BV.sum(1, keepdims=True)
+
+    results = []
+    for number, case in enumerate(cases):
+        of_case = owner == number
+        parts = []
+        for n in range(case.shape.depth + 1):
+            here = of_case & (wanted_B == n) & (weight_B > 0)
+            tokens = [batch["tokens"][here, path_BD[here, i] - 1] for i in range(n)]
+            part = np.zeros((vocab,) * (n + 1))
+            np.add.at(part, tuple(tokens), last_BV[here]) if n else part.__iadd__(last_BV[here].sum(0))
+            parts.append(part)
+        results.append(Committed(parts, float((weight_B * wanted_B)[of_case].sum())))
+    return results
+
+
+def plain_token_law(p, q, children, coins):
+    """The token law on one row, by the book: dicts and whole laws. ``p``, ``q`` by node, ``q[None]``: undrawn.
+
+    Returns accepted path, chances by node, law of the last token.
+    """
+    node, path, chances = 0, [], {}
+    while True:
+        left, stood = p[node].copy(), None
+        drawn = None if q is None else q[node].copy()
+        for child, token in children[node]:
+            drawn_from = np.eye(left.size)[token] if drawn is None else drawn
+            if drawn_from[token] == 0:
+                continue
+            drawn_from = drawn_from / drawn_from.sum()
+            chances[child] = min(1.0, left[token] / drawn_from[token])
+            if coins[child] < chances[child]:
+                stood = child
+                break
+            rest = np.maximum(left - drawn_from, 0)
+            left = rest / rest.sum() if rest.sum() > 0 else np.zeros_like(rest)
+            if drawn is not None:
+                drawn[token] = 0
+        if stood is None:
+            return path, chances, left if left.sum() > 0 else p[node]
+        node = stood
+        path.append(stood)
+
+
+def plain_block_law(p, q, children, coins):
+    """The block law on one row, by the book: a recursion that deletes leaves and recomputes every alpha anew."""
+    parent = {child: node for node, own in children.items() for child, _ in own}
+    token_of = {child: token for own in children.values() for child, token in own}
+    law = {node: p[node].copy() for node in children}
+    drawn = None if q is None else {node: q[node].copy() for node in children}
+    remaining = {node: [child for child, _ in own] for node, own in children.items()}
+    deleted_alpha, chances = {0: 1.0}, {}  # alpha of nodes that lost a child is set, not computed
+
+    def drawn_from(node, token):
+        if drawn is None:
+            return np.eye(law[node].size)[token]
+        mass = drawn[node].sum()
+        return drawn[node] / mass if mass > 0 else drawn[node]
+
+    def drop_unsayable(node):
+        for child in list(remaining[node]):
+            if drawn is not None and q[node][token_of[child]] == 0:
+                remaining[node].remove(child)
+            else:
+                drop_unsayable(child)
+
+    def alpha(node):
+        if node in deleted_alpha:
+            return deleted_alpha[node]
+        above, token = parent[node], token_of[node]
+        chance = alpha(above) * law[above][token] / drawn_from(above, token)[token]
+        return min(1.0, chance)
+
+    drop_unsayable(0)
+    while True:
+        leaf = 0
+        while remaining[leaf]:
+            leaf = remaining[leaf][0]
+        if leaf == 0:
+            break
+        chances[leaf] = alpha(leaf)
+        if coins[leaf] < chances[leaf]:
+            break
+        above, token = parent[leaf], token_of[leaf]
+        rest = np.maximum(alpha(above) * law[above] - drawn_from(above, token), 0)
+        mass, before = rest.sum(), alpha(above)
+        deleted_alpha[above] = mass / (mass + (1 - before)) if mass > 0 or before < 1 else 1.0
+        law[above] = rest / mass if mass > 0 else np.zeros_like(rest)
+        if drawn is not None:
+            drawn[above][token] = 0
+        remaining[above].remove(leaf)
+    path, node = [], leaf
+    while node:
+        path.insert(0, node)
+        node = parent[node]
+    return path, chances, law[leaf] if law[leaf].sum() > 0 else p[leaf]
+
+
+def plain_verdict(law, batch, row, *, drawn):
+    """``law`` (one of the two above) on one row of a planned batch, in the arrays of a Verdict."""
+    parents, live = batch["parent"][row], batch["live"][row]
+    nodes = [0, *(j + 1 for j in range(len(live)) if live[j])]
+    children = {n: [(m, batch["tokens"][row][m - 1]) for m in nodes[1:] if parents[m - 1] == n] for n in nodes}
+    p = {n: batch["p"][row, n] for n in nodes}
+    q = {n: batch["q"][row, own[0][0] - 1] if own else p[n] for n, own in children.items()} if drawn else None
+    path, chances, last_V = law(p, q, children, {n: batch["coin"][row, n - 1] for n in nodes[1:]})
+    accept_J = np.array([chances.get(j + 1, 0.0) for j in range(len(live))])
+    return path, accept_J, last_V / last_V.sum()
+
+
+def plain_law(p):
+    """The exact law of the first len(p) tokens of plain decoding."""
+    law = p[0]
+    for table in p[1:]:
+        law = law[..., None] * table
     return law
+
+
+def inverse(weights_BV, u_B):
+    """Ids by inverting the cumulative sum, as ``sampling.draw``, for few ids and many rows."""
+    upto_BV = np.cumsum(np.asarray(weights_BV, np.float64), -1)
+    return (np.asarray(u_B)[:, None] * upto_BV[:, -1:] >= upto_BV).sum(-1)
 
 
 def distance(law, other):

@@ -4,15 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 
-from jaxspec.shapes import GAMMA_MAX
+from jaxspec.shapes import GAMMA_MAX, NODES_MAX
 from jaxspec.speculate import sampling
 from jaxspec.speculate.sampling import RowSampling, draw, final_law, first_argmax, mask_logits, round_uniforms
 from tests.speculate import oracle
 
 LAW = jax.jit(final_law)
 DRAW = jax.jit(draw)
-UNIFORMS = jax.jit(round_uniforms)
+UNIFORMS = jax.jit(round_uniforms, static_argnums=2)
 LARGEST_U = 1 - 2**-24
 
 FILTERS = [
@@ -217,7 +218,7 @@ def test_a_dense_grid_of_uniforms_draws_the_law(vocab, dtype):
     rng = np.random.default_rng(28)
     weights_V = rng.exponential(size=vocab) ** 3 * (rng.random(vocab) < 0.7) * 17
     weights_V[vocab // 2] += 1
-    points = 2**16
+    points = 2**13
     with jax.enable_x64(dtype == "float64"):
         u_N = (jnp.arange(points) + 0.5).astype(dtype) / points
         weights_NV = jnp.broadcast_to(jnp.asarray(weights_V, dtype)[None, :], (points, vocab))
@@ -259,7 +260,7 @@ def test_draws_of_a_large_vocabulary_follow_their_weights():
     p_V = np.asarray(LAW(4 * jax.random.normal(jax.random.key(30), (1, 1, vocab)), packed([{}]))[0, 0])
     counts_V = np.zeros(vocab)
     for part in np.split(np.arange(rows), 8):
-        u = UNIFORMS(_seeds(part), jnp.full(part.size, 3))
+        u = UNIFORMS(_seeds(part), jnp.full(part.size, 3), 0)
         weights_BV = jnp.broadcast_to(jnp.asarray(p_V)[None, :], (part.size, vocab))
         counts_V += np.bincount(DRAW(weights_BV, u.last_B), minlength=vocab)
     groups = np.arange(vocab) // 100
@@ -267,28 +268,41 @@ def test_draws_of_a_large_vocabulary_follow_their_weights():
 
 
 def test_uniforms_depend_on_seed_and_length_alone():
-    """Not on the slot, the batch or the neighbours, bit for bit; and always GAMMA_MAX offsets, whatever the bucket."""
+    """A15, A16, A17: not on the slot, the batch, the neighbours or the bucket, bit for bit."""
     rng = np.random.default_rng(31)
     seeds_B2 = rng.integers(2**32, size=(13, 2), dtype=np.uint32)
     lengths_B = rng.integers(1, 9000, size=13).astype(np.int32)
-    together = UNIFORMS(seeds_B2, lengths_B)
-    assert together.draft_BJ.shape == together.coin_BJ.shape == (13, GAMMA_MAX)
+    together = UNIFORMS(seeds_B2, lengths_B, NODES_MAX - 1)
+    assert together.draft_BJ.shape == together.coin_BJ.shape == (13, NODES_MAX - 1)
     order = rng.permutation(13)
-    shuffled = UNIFORMS(seeds_B2[order], lengths_B[order])
+    shuffled = UNIFORMS(seeds_B2[order], lengths_B[order], NODES_MAX - 1)
     for all_rows, moved in zip(together, shuffled, strict=True):
         np.testing.assert_array_equal(np.asarray(all_rows)[order], moved)
-    for b in range(13):
-        for all_rows, alone in zip(together, UNIFORMS(seeds_B2[b : b + 1], lengths_B[b : b + 1]), strict=True):
-            np.testing.assert_array_equal(all_rows[b], alone[0])
+    for drafts in (0, 1, 2, GAMMA_MAX, 26):
+        for b in (0, 7):
+            alone = UNIFORMS(seeds_B2[b : b + 1], lengths_B[b : b + 1], drafts)
+            np.testing.assert_array_equal(together.draft_BJ[b, :drafts], alone.draft_BJ[0])
+            np.testing.assert_array_equal(together.coin_BJ[b, :drafts], alone.coin_BJ[0])
+            np.testing.assert_array_equal(together.last_B[b], alone.last_B[0])
+    with pytest.raises(ValueError, match=r"expected 0\.\.63, got 64"):
+        round_uniforms(seeds_B2, lengths_B, NODES_MAX)
 
 
 def test_uniforms_of_a_seed_do_not_change_between_releases():
     """A seeded request is repeatable across upgrades: these values are a promise."""
-    u = round_uniforms(jnp.asarray([[7, 2**32 - 1]], jnp.uint32), jnp.asarray([41]))
+    u = round_uniforms(jnp.asarray([[7, 2**32 - 1]], jnp.uint32), jnp.asarray([41]), 8)
     words = [
         int(x * 2**24) for x in (u.draft_BJ[0, 0], u.draft_BJ[0, 7], u.coin_BJ[0, 0], u.coin_BJ[0, 7], u.last_B[0])
     ]
-    assert words == [845247, 3555883, 6619769, 16178583, 1437020]
+    assert words == [845247, 3555883, 6464257, 8709733, 15819757]
+
+
+def test_random_words_are_those_of_jax():
+    """Threefry as JAX has it, whose known-answer tests are those of its authors."""
+    rng = np.random.default_rng(33)
+    key_2, counters = (jnp.asarray(rng.integers(2**32, size=n, dtype=np.uint32)) for n in (2, 1000))
+    ours = jax.jit(sampling.threefry)((key_2[0], key_2[1]), counters[:500], counters[500:])
+    np.testing.assert_array_equal(np.concatenate(ours), threefry_2x32(key_2, counters))
 
 
 def test_seeds_lengths_streams_and_offsets_all_differ():
@@ -296,7 +310,7 @@ def test_seeds_lengths_streams_and_offsets_all_differ():
     seeds = [(0, 0), (0, 1), (1, 0), (1, 1), (2**32 - 1, 0), (0, 2**32 - 1), (5, 9), (9, 5)]
     seeds_B2 = np.repeat(np.array(seeds, np.uint32), 5, 0)
     lengths_B = np.tile(np.array([1, 2, 3, 4, 4096], np.int32), len(seeds))
-    u = UNIFORMS(seeds_B2, lengths_B)
+    u = UNIFORMS(seeds_B2, lengths_B, GAMMA_MAX)
     values = np.concatenate([np.ravel(x) for x in u])
     # 680 values: a chance of 1.4 % that 24-bit values collide by accident, once and for all.
     assert np.unique(values).size == values.size == 40 * (2 * GAMMA_MAX + 1)
@@ -305,7 +319,7 @@ def test_seeds_lengths_streams_and_offsets_all_differ():
 def test_uniforms_are_uniform_and_below_one():
     """Chi-square of each stream over 20,000 rounds of one request, and of neighbouring values in pairs."""
     rounds = 20_000
-    u = UNIFORMS(jnp.tile(jnp.asarray([[3, 4]], jnp.uint32), (rounds, 1)), jnp.arange(rounds))
+    u = UNIFORMS(jnp.tile(jnp.asarray([[3, 4]], jnp.uint32), (rounds, 1)), jnp.arange(rounds), GAMMA_MAX)
     columns_BC = np.concatenate([u.draft_BJ, u.coin_BJ, np.asarray(u.last_B)[:, None]], 1)
     assert columns_BC.dtype == np.float32
     assert columns_BC.min() >= 0

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.model.cache import LayerCache, write
+from jaxspec.model.cache import LayerCache, Tree
 from jaxspec.model.heads.config import EagleConfig
 from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.heads.parts import TargetIds, TargetTables, Vector
-from jaxspec.model.layers import Linear, RMSNorm, attend, initial_weight
-from jaxspec.model.rope import inverse_frequencies, rotate, rotation
+from jaxspec.model.layers import Linear, RMSNorm, attention, initial_weight
+from jaxspec.model.rope import inverse_frequencies, rotation
 from jaxspec.sharding import Sharding
 
 
@@ -32,7 +32,6 @@ class EagleLayer(nnx.Module):
     def __init__(self, config: EagleConfig, sharding: Sharding, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         specs = heads_param_specs(config)
         D, eps = config.hidden_size, config.rms_norm_eps
-        self.groups = config.decoder.group_size
         self.sharding = sharding
         self.norm_before_residual = config.norm_before_residual
         self.embed_norm = RMSNorm(D, eps, dtype) if config.method == "eagle3" else None
@@ -57,17 +56,11 @@ class EagleLayer(nnx.Module):
         residual_BTD: jax.Array,
         cache: LayerCache,
         positions_BT: jax.Array,
+        tree: Tree | None,
         cos: jax.Array,
         sin: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
-        groups = self.groups
-        qkv = self.qkv(read)  # [B, T, K, G + 2, H]
-        qk = rotate(qkv[:, :, :, : groups + 1], cos, sin)
-        cache = LayerCache(
-            write(cache.k, qk[:, :, :, groups], positions_BT),
-            write(cache.v, qkv[:, :, :, groups + 1], positions_BT),
-        )
-        attended = attend(qk[:, :, :, :groups], cache, positions_BT)
+        attended, cache = attention(self.qkv(read), cache, positions_BT, tree, cos, sin)
         x_BTD = residual_BTD + self._whole(self.o(attended))
         gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, F, 2]
         activated = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
@@ -109,6 +102,7 @@ class EagleHead(nnx.Module):
         positions_BT: jax.Array,
         cache: LayerCache,
         target: TargetTables,
+        tree: Tree | None = None,
     ) -> EagleOutput:
         """One pass: the prefill of a prompt, a catch-up or a single step.
 
@@ -127,7 +121,7 @@ class EagleHead(nnx.Module):
             own = features.shape[-1] == config.hidden_size
             read, residual_BTD = layer.inputs(embedded_BTD, features if own else self.fused(features))
         cos, sin = rotation(inverse_frequencies(config.decoder), positions_BT)
-        return EagleOutput(*layer(read, residual_BTD, cache, positions_BT, cos, sin))
+        return EagleOutput(*layer(read, residual_BTD, cache, positions_BT, tree, cos, sin))
 
     def fused(self, features: jax.Array) -> jax.Array:
         """``fc``: float32 [B, T, D]."""

@@ -1,25 +1,65 @@
 """How tokens are drafted: one file per drafter, one protocol of pure functions over an opaque state."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
+from jaxspec.model.llama import Llama
+from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.state import Context
+from jaxspec.speculate.topology import Topology
+
+Features = Literal["hidden"] | tuple[int, ...] | None
 
 
 class Proposal(NamedTuple):
-    """Drafted tokens of one round. ``q_BJV`` holds the final laws they were drawn from; None: not drawn at all."""
+    """Drafted tokens of one round.
+
+    ``q_BJV``: the final laws that they were drawn from; None: not drawn at all. ``topology``: None for a chain.
+    ``levels_B``: int32, how deep each row's drafts go; None: as deep as was asked.
+    """
 
     tokens_BJ: jax.Array
-    q_BJV: jax.Array | None
+    q_BJV: jax.Array | None = None
+    topology: Topology | None = None
+    levels_B: jax.Array | None = None
+
+
+class Seen(NamedTuple):
+    """What the target showed of a round, to a drafter that wants features.
+
+    ``features_BTX`` [B, D + 1, X]: row i is that of the accepted node at depth i, the root first; rows past
+    ``n_accepted_B`` mean nothing. None for a drafter without features.
+    """
+
+    n_accepted_B: jax.Array
+    features_BTX: jax.Array | None
 
 
 class Drafter(Protocol):
-    """Pure functions; ``params`` is the drafter's flat parameter dict (empty for lookups)."""
+    """Pure functions; ``params`` is the drafter's flat parameter dict (empty for lookups), ``target`` the model."""
 
     @property
     def has_cache(self) -> bool:
         """Whether committed tokens must be fed to it (``prefill``) before it can draft."""
+        ...
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether drafts cost nothing but the wider pass; then a row whose drafts keep failing rests."""
+        ...
+
+    @property
+    def features(self) -> Features:
+        """What it wants to see of the target's passes.
+
+        ``hidden``: the hidden state after the final norm, X = D. Layer numbers: the residual stream entering those
+        layers, side by side. None: nothing; then ``observe`` is never called.
+        """
+        ...
+
+    def drafts(self, gamma: int) -> int:
+        """J, nodes that ``propose`` gives when asked for ``gamma`` levels; 0 for 0."""
         ...
 
     def init(self, rows: int, slots: int) -> Any:
@@ -34,18 +74,36 @@ class Drafter(Protocol):
         """Takes in committed tokens start..start+chunk-1."""
         ...
 
-    def propose(
-        self, params: Any, state: Any, context: Context, gamma: int, draft_uniforms_BJ: jax.Array
-    ) -> tuple[Proposal, Any]:
-        """Drafts ``gamma`` (static, at least 1) tokens after the committed ones."""
+    def observe(
+        self,
+        params: Any,
+        target: Llama,
+        state: Any,
+        context: Context,
+        features_BTX: jax.Array,
+        start: jax.Array,
+        chunk: int,
+    ) -> Any:
+        """Sees the features of committed tokens start..start+chunk-1; rows from ``length_B`` on are padding."""
         ...
 
-    def commit(self, state: Any, before: Context, after: Context, n_accepted_B: jax.Array, gamma: int) -> Any:
-        """Follows what the law decided; ``gamma`` (static) drafts were proposed in this step, or 0 for none."""
+    def propose(
+        self, params: Any, target: Llama, state: Any, context: Context, gamma: int, draws: Draws
+    ) -> tuple[Proposal, Any]:
+        """Drafts ``gamma`` (static, at least 1) levels after the committed tokens."""
+        ...
+
+    def commit(
+        self, params: Any, target: Llama, state: Any, before: Context, after: Context, seen: Seen, gamma: int
+    ) -> Any:
+        """Follows what the law decided; ``gamma`` (static) levels were proposed in this step, or 0 for none.
+
+        A row that committed nothing has the same length before and after.
+        """
         ...
 
     def ready(self, state: Any, context: Context) -> jax.Array:
-        """int32 [B]: how many tokens could be drafted next, 0..GAMMA_MAX."""
+        """int32 [B]: how many levels could be drafted next, 0..GAMMA_MAX."""
         ...
 
     def lag(self, state: Any, context: Context) -> jax.Array:
@@ -55,3 +113,38 @@ class Drafter(Protocol):
     def grow(self, state: Any, slots: int) -> Any:
         """The same state for rows of ``slots`` slots."""
         ...
+
+
+class Blind:
+    """What a drafter without a cache and without features need not say."""
+
+    has_cache = False
+    is_lookup = False
+
+    @property
+    def features(self) -> Features:
+        return None
+
+    def drafts(self, gamma: int) -> int:
+        return gamma
+
+    def prefill(self, params: Any, state: Any, context: Context, start: jax.Array, chunk: int) -> Any:
+        return state
+
+    def observe(
+        self,
+        params: Any,
+        target: Llama,
+        state: Any,
+        context: Context,
+        features_BTX: jax.Array,
+        start: jax.Array,
+        chunk: int,
+    ) -> Any:
+        return state
+
+    def lag(self, state: Any, context: Context) -> jax.Array:
+        return jax.numpy.zeros_like(context.length_B)
+
+    def grow(self, state: Any, slots: int) -> Any:
+        return state

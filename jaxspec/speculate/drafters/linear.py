@@ -2,31 +2,46 @@
 
 Its cache holds d <= n - 1 valid slots of a row with n committed tokens. Inside a step a row may lag by one token more
 than usual (after full acceptance the last draft was never fed back), so the first pass always takes the last two
-committed tokens. A row that lags further drafts nothing (``ready`` says 0) until ``prefill`` has caught up.
+committed tokens, or as many as ``recent`` says. A row that lags further drafts nothing (``ready`` says 0) until
+``prefill`` has caught up.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, empty_cache
-from jaxspec.model.llama import ModelDef
+from jaxspec.model.layers import product
+from jaxspec.model.llama import Llama, ModelDef
 from jaxspec.shapes import GAMMA_MAX
-from jaxspec.speculate.drafters import Proposal
-from jaxspec.speculate.sampling import draw, final_law, first_argmax, mask_logits
+from jaxspec.speculate.drafters import Blind, Proposal, Seen
+from jaxspec.speculate.noise import Draws
+from jaxspec.speculate.sampling import final_law, first_argmax, mask_logits
 from jaxspec.speculate.state import Context, grow_cache
+
+# Parameters of a draft vocabulary, beside the model's own: the head's rows [N, D] of the ids that are drafted, and for
+# every id of the target its place among those rows, N for ids that are not drafted.
+TRIMMED_HEAD: Final = "trimmed_head"
+TRIMMED_PLACE: Final = "trimmed_place"
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearDrafter:
-    """``vocab``: the target's V; ids from ``valid_vocab`` on are never drafted."""
+class LinearDrafter(Blind):
+    """``vocab``: the target's V; ids from ``valid_vocab`` on are never drafted.
+
+    ``recent``: committed tokens that the first pass of a round takes in, at least 2. ``trimmed``: the head has rows for
+    some ids alone, the ``first`` ones or those ``listed`` by TRIMMED_PLACE; no other is ever drafted. q is the law over
+    those ids, from which the drafts are drawn, so every acceptance law is as exact as with a whole head.
+    """
 
     model: ModelDef
     vocab: int
     valid_vocab: int
+    recent: int = 2
+    trimmed: Literal["first", "listed"] | None = None
     has_cache = True
 
     def init(self, rows: int, slots: int) -> KVCache:
@@ -51,10 +66,11 @@ class LinearDrafter:
     def propose(
         self,
         params: Mapping[str, jax.Array],
+        target: Llama,
         state: KVCache,
         context: Context,
         gamma: int,
-        draft_uniforms_BJ: jax.Array,
+        draws: Draws,
     ) -> tuple[Proposal, KVCache]:
         model = self.model.merge(params)
         slots = state.window
@@ -63,14 +79,13 @@ class LinearDrafter:
 
         def pick(hidden_BTD: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The next draft of every row and the law it was drawn from."""
-            logits_BTV = _fit_vocab(model.logits(hidden_BTD), self.vocab)
+            logits_BTV = self._logits(params, model, hidden_BTD)
             ban_BT = (context.length_B + offset < rows.min_length_B)[:, None]
             logits_BTV = mask_logits(logits_BTV, rows.stop_ids_BE, ban_BT, self.valid_vocab)
 
             def drawn() -> tuple[jax.Array, jax.Array]:
                 q_BV = final_law(logits_BTV, rows.sampling)[:, 0]
-                u_B = jax.lax.dynamic_index_in_dim(draft_uniforms_BJ, offset, axis=1, keepdims=False)
-                return draw(q_BV, u_B), q_BV
+                return draws.pick(q_BV, offset), q_BV
 
             # A greedy round never reads the laws.
             return jax.lax.cond(
@@ -78,20 +93,20 @@ class LinearDrafter:
             )
 
         last_B = context.length_B - 1
-        positions_BT = jnp.stack([last_B - 1, last_B], axis=1)
+        positions_BT = last_B[:, None] - jnp.arange(self.recent - 1, -1, -1, dtype=jnp.int32)[None, :]
         tokens_BT = jnp.take_along_axis(context.tokens_BS, jnp.maximum(positions_BT, 0), axis=1)
         # A row that lags too far keeps its hole as it is: prefill will fill it from the start.
-        drafting_B = _drafting(state, context)
+        drafting_B = self._drafting(state, context)
         positions_BT = jnp.where(drafting_B[:, None] & (positions_BT >= 0), positions_BT, slots)
-        hidden_BTD, cache = model(tokens_BT, positions_BT, state)
-        first = pick(hidden_BTD[:, 1:], jnp.int32(0))
+        hidden_BTD, cache, _ = model(tokens_BT, positions_BT, state)
+        first = pick(hidden_BTD[:, -1:], jnp.int32(0))
 
         def extend(
             carry: tuple[jax.Array, KVCache], offset: jax.Array
         ) -> tuple[tuple[jax.Array, KVCache], tuple[jax.Array, jax.Array]]:
             token_B, cache = carry
             position_B1 = jnp.where(drafting_B, last_B + offset, slots)[:, None]
-            hidden_BTD, cache = model(token_B[:, None], position_B1, cache)
+            hidden_BTD, cache, _ = model(token_B[:, None], position_B1, cache)
             token_B, q_BV = pick(hidden_BTD, offset)
             return (token_B, cache), (token_B, q_BV)
 
@@ -103,29 +118,48 @@ class LinearDrafter:
         q_BJV = jnp.concatenate([first[1][:, None], jnp.swapaxes(q_JBV, 0, 1)], axis=1)
         return Proposal(tokens_BJ, q_BJV), cache
 
-    def commit(self, state: KVCache, before: Context, after: Context, n_accepted_B: jax.Array, gamma: int) -> KVCache:
+    def _drafting(self, state: KVCache, context: Context) -> jax.Array:
+        """Rows whose cache lacks no more than what the first pass takes in."""
+        return (context.length_B > 0) & (state.length_B >= context.length_B - self.recent)
+
+    def _logits(self, params: Mapping[str, jax.Array], model: Llama, hidden_BTD: jax.Array) -> jax.Array:
+        """Over the target's ids, -inf for those that cannot be drafted."""
+        if self.trimmed is None:
+            return _fit_vocab(model.logits(hidden_BTD), self.vocab)
+        logits_BTN = product(hidden_BTD, params[TRIMMED_HEAD], 1)
+        logits_BTN = self.model.sharding.constrain(logits_BTN, None, None, None)
+        if self.trimmed == "first":
+            return _fit_vocab(logits_BTN, self.vocab)
+        beside_BTN = jnp.pad(logits_BTN, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+        return jnp.take(beside_BTN, params[TRIMMED_PLACE], axis=2)
+
+    def commit(
+        self,
+        params: Mapping[str, jax.Array],
+        target: Llama,
+        state: KVCache,
+        before: Context,
+        after: Context,
+        seen: Seen,
+        gamma: int,
+    ) -> KVCache:
         if gamma == 0:
             return state
         # Fed back so far: the tokens committed before, and every accepted draft but x_gamma, which closed the round.
-        fed_B = before.length_B + jnp.minimum(n_accepted_B, gamma - 1)
+        fed_B = before.length_B + jnp.minimum(seen.n_accepted_B, gamma - 1)
         fed_B = jnp.minimum(fed_B, after.length_B - 1)
-        return state._replace(length_B=jnp.where(_drafting(state, before), fed_B, state.length_B))
+        return state._replace(length_B=jnp.where(self._drafting(state, before), fed_B, state.length_B))
 
     def ready(self, state: KVCache, context: Context) -> jax.Array:
         # Past the positions that the draft model was trained for it drafts nothing; the row goes on without it.
         fits_B = context.length_B + GAMMA_MAX <= self.model.config.max_position_embeddings
-        return jnp.where(_drafting(state, context) & fits_B, GAMMA_MAX, 0).astype(jnp.int32)
+        return jnp.where(self._drafting(state, context) & fits_B, GAMMA_MAX, 0).astype(jnp.int32)
 
     def lag(self, state: KVCache, context: Context) -> jax.Array:
         return context.length_B - 1 - state.length_B
 
     def grow(self, state: KVCache, slots: int) -> KVCache:
         return grow_cache(state, slots)
-
-
-def _drafting(state: KVCache, context: Context) -> jax.Array:
-    """Rows whose cache lacks at most the last two committed tokens."""
-    return (context.length_B > 0) & (state.length_B >= context.length_B - 2)
 
 
 def _fit_vocab(logits_BTV: jax.Array, vocab: int) -> jax.Array:

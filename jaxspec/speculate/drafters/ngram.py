@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxspec.model.llama import Llama
 from jaxspec.shapes import GAMMA_MAX
-from jaxspec.speculate.drafters import Proposal
+from jaxspec.speculate.drafters import Blind, Proposal, Seen
+from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.state import Context
 
 
@@ -22,11 +24,14 @@ class Lookup(NamedTuple):
     found_B: jax.Array  # int32, 0 or GAMMA_MAX
 
 
-def look_up(tokens_BS: jax.Array, length_B: jax.Array, shortest: int, longest: int) -> Lookup:
-    """Finds the longest earlier occurrence of the last tokens, at least ``shortest`` and judged up to ``longest`` long.
+def look_up(
+    tokens_BS: jax.Array, length_B: jax.Array, shortest_B: jax.Array, longest_B: jax.Array, limit: int
+) -> Lookup:
+    """Finds the longest earlier occurrence of the last tokens, ``shortest_B`` to ``longest_B`` of them, row by row.
 
-    Of several equally long ones the latest counts. What followed it is copied; where the copy would run past the
-    committed tokens it goes on in the copy itself, as the text would if it went round in a loop.
+    ``limit`` (static): no row's ``longest_B`` is larger. Of several equally long ones the latest counts. What followed
+    it is copied; where the copy would run past the committed tokens it goes on in the copy itself, as the text would if
+    it went round in a loop.
     """
     slots = tokens_BS.shape[1]
     ends_S = jnp.arange(slots, dtype=jnp.int32)
@@ -35,15 +40,16 @@ def look_up(tokens_BS: jax.Array, length_B: jax.Array, shortest: int, longest: i
     # matched_BS[j]: how many tokens ending at slot j equal the ones that end the row.
     matched_BS = jnp.zeros_like(tokens_BS)
     unbroken_BS = jnp.ones(tokens_BS.shape, bool)
-    for back in range(longest):
+    for back in range(limit):
         suffix_B1 = jnp.take_along_axis(tokens_BS, jnp.maximum(last_B - back, 0)[:, None], axis=1)
         shifted_BS = jnp.pad(tokens_BS, ((0, 0), (back, 0)))[:, :slots]
         inside_S = ends_S >= back
-        unbroken_BS = unbroken_BS & (shifted_BS == suffix_B1) & inside_S[None, :]
+        asked_B1 = longest_B[:, None] > back
+        unbroken_BS = unbroken_BS & (shifted_BS == suffix_B1) & inside_S[None, :] & asked_B1
         matched_BS = matched_BS + unbroken_BS.astype(jnp.int32)
 
     earlier_BS = ends_S[None, :] < last_B[:, None]
-    matched_BS = jnp.where(earlier_BS & (matched_BS >= shortest), matched_BS, 0)
+    matched_BS = jnp.where(earlier_BS & (matched_BS >= shortest_B[:, None]), matched_BS, 0)
     end_B = jnp.argmax(matched_BS * slots + ends_S[None, :], axis=1).astype(jnp.int32)
     found_B = jnp.take_along_axis(matched_BS, end_B[:, None], axis=1)[:, 0] > 0
 
@@ -55,12 +61,14 @@ def look_up(tokens_BS: jax.Array, length_B: jax.Array, shortest: int, longest: i
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter:
-    """Drafts are copied, not drawn: their law is one-hot."""
+class NgramDrafter(Blind):
+    """Drafts are copied, not drawn: their law is one-hot.
 
-    shortest: int
+    ``longest``: bound on the suffix that any row looks up; each row has its own two lengths in its RowParams.
+    """
+
     longest: int
-    has_cache = False
+    is_lookup = True
 
     def init(self, rows: int, slots: int) -> Lookup:
         return Lookup(jnp.zeros((rows, GAMMA_MAX), jnp.int32), jnp.zeros((rows,), jnp.int32))
@@ -68,22 +76,16 @@ class NgramDrafter:
     def axes(self, state: Any) -> Lookup:
         return Lookup(("batch", None), ("batch",))  # pyright: ignore[reportArgumentType]
 
-    def prefill(self, params: Any, state: Lookup, context: Context, start: jax.Array, chunk: int) -> Lookup:
-        return state
-
     def propose(
-        self, params: Any, state: Lookup, context: Context, gamma: int, draft_uniforms_BJ: jax.Array
+        self, params: Any, target: Llama, state: Lookup, context: Context, gamma: int, draws: Draws
     ) -> tuple[Proposal, Lookup]:
-        return Proposal(state.tokens_BJ[:, :gamma], None), state
+        return Proposal(state.tokens_BJ[:, :gamma]), state
 
-    def commit(self, state: Lookup, before: Context, after: Context, n_accepted_B: jax.Array, gamma: int) -> Lookup:
-        return look_up(after.tokens_BS, after.length_B, self.shortest, self.longest)
+    def commit(
+        self, params: Any, target: Llama, state: Lookup, before: Context, after: Context, seen: Seen, gamma: int
+    ) -> Lookup:
+        rows = after.rows
+        return look_up(after.tokens_BS, after.length_B, rows.lookup_min_B, rows.lookup_max_B, self.longest)
 
     def ready(self, state: Lookup, context: Context) -> jax.Array:
         return state.found_B
-
-    def lag(self, state: Lookup, context: Context) -> jax.Array:
-        return jnp.zeros_like(context.length_B)
-
-    def grow(self, state: Lookup, slots: int) -> Lookup:
-        return state

@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.speculate.drafters import Proposal
+from jaxspec.model.llama import Llama
+from jaxspec.speculate.drafters import Blind, Proposal, Seen
+from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.state import Context
 
 
-class NoDrafter:
+class NoDrafter(Blind):
     """Never ready, so a step with drafts is never asked for."""
-
-    has_cache = False
 
     def init(self, rows: int, slots: int) -> Any:
         return ()
@@ -20,22 +20,15 @@ class NoDrafter:
     def axes(self, state: Any) -> Any:
         return ()
 
-    def prefill(self, params: Any, state: Any, context: Context, start: jax.Array, chunk: int) -> Any:
-        return state
-
     def propose(
-        self, params: Any, state: Any, context: Context, gamma: int, draft_uniforms_BJ: jax.Array
+        self, params: Any, target: Llama, state: Any, context: Context, gamma: int, draws: Draws
     ) -> tuple[Proposal, Any]:
         raise ValueError("method none drafts nothing: a step with gamma > 0 was asked for")
 
-    def commit(self, state: Any, before: Context, after: Context, n_accepted_B: jax.Array, gamma: int) -> Any:
+    def commit(
+        self, params: Any, target: Llama, state: Any, before: Context, after: Context, seen: Seen, gamma: int
+    ) -> Any:
         return state
 
     def ready(self, state: Any, context: Context) -> jax.Array:
         return jnp.zeros_like(context.length_B)
-
-    def lag(self, state: Any, context: Context) -> jax.Array:
-        return jnp.zeros_like(context.length_B)
-
-    def grow(self, state: Any, slots: int) -> Any:
-        return state

@@ -113,10 +113,14 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., skip_special_tokens: _Optional[bool] = ..., num_beams: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("num_speculative_tokens",)
+    __slots__ = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOOKUP_MAX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOOKUP_MIN_FIELD_NUMBER: _ClassVar[int]
     num_speculative_tokens: int
-    def __init__(self, num_speculative_tokens: _Optional[int] = ...) -> None: ...
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+    def __init__(self, num_speculative_tokens: _Optional[int] = ..., prompt_lookup_max: _Optional[int] = ..., prompt_lookup_min: _Optional[int] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
     __slots__ = ("request_id", "token_ids", "text", "origins", "text_ends", "logprobs", "finish_reason", "usage", "timing", "speculation", "seed")

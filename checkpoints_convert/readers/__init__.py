@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from checkpoints_convert.readers.base import Source, SourceTensor
+from checkpoints_convert.readers.files import SourceFile
 from checkpoints_convert.readers.gguf import open_gguf
 from checkpoints_convert.readers.hf import INDEX, SINGLE, open_hf
 from checkpoints_convert.readers.meta import is_meta_folder, open_meta
@@ -32,9 +33,9 @@ def open_source(path: Path, source_format: Format) -> Source:
 
 def _detect(path: Path) -> Literal["hf", "gguf", "meta"]:
     if path.is_file():
-        with path.open("rb") as file:
-            if path.suffix == ".gguf" or file.read(4) == b"GGUF":
-                return "gguf"
+        file = SourceFile(path)
+        if path.suffix == ".gguf" or file.peek(0, min(4, file.size), "the magic").tobytes() == b"GGUF":
+            return "gguf"
         hint = "; of Meta's format, name the folder that holds params.json" if path.suffix == ".pth" else ""
         raise UserError(f"{path}: expected a checkpoint folder or a GGUF file, found another kind of file{hint}")
     if not path.is_dir():

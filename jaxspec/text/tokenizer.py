@@ -176,7 +176,9 @@ class Tokenizer:
 
     def _id_of_role(self, roles: Mapping[str, str], role: str, fallback: Any) -> int | None:
         if role in roles:
-            token_id = self._backend.token_to_id(roles[role])
+            # What has no UTF-8 form is no token, and nothing that the library can be asked for.
+            is_text = roles[role].encode(errors="replace").decode() == roles[role]
+            token_id = self._backend.token_to_id(roles[role]) if is_text else None
             if token_id is None:
                 raise UserError(f"tokenizer_config.json: {role} {roles[role]!r} is not a token of tokenizer.json")
             return token_id

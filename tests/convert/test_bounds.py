@@ -63,6 +63,8 @@ def test_only_files_are_opened(refused, hf, name, kind) -> None:
 def test_a_source_that_is_a_pipe_or_leads_to_itself_is_refused(refused, tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "found a device or a pipe" in refused(tmp_path / "pipe")[0]
+    (tmp_path / "memory").symlink_to("/proc/self/mem")  # a file, by its kind
+    assert "found another kind of file" in refused(tmp_path / "memory")[0]
     (tmp_path / "loop.gguf").symlink_to("loop.gguf")
     assert "found nothing" in refused(tmp_path / "loop.gguf")[0]
 
@@ -237,6 +239,8 @@ def test_a_token_id_far_out_is_refused_before_a_table_is_made(tokenizer, token_i
     [
         ("tokenizer_config.json", b"[" * 100_000, "not JSON"),
         ("special_tokens_map.json", b'{"a":' * 5_000, "not JSON"),
+        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "is not a token of tokenizer.json"),
+        ("tokenizer_config.json", b'{"eos_token": {"content": "a\\udfff"}}', "is not a token of tokenizer.json"),
         ("chat_template.jinja", b"\xff", "expected UTF-8 text"),
         ("chat_template.jinja", b"{% if " + b"(" * 3_000 + b"1" + b")" * 3_000 + b" %}{% endif %}", "RecursionError"),
         ("chat_template.jinja", b"{% for a in b %}" * 30 + b"{% endfor %}" * 30, "SyntaxError"),

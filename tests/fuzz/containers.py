@@ -35,7 +35,9 @@ def _mutate_entries(header: bytes, rng: Rng) -> tuple[bytes, str]:
         entry = entries[name]
         begin, end = entry["data_offsets"]
         other = rng.choice(list(entries.values()))["data_offsets"]
-    except (ValueError, KeyError, TypeError, RecursionError, IndexError):
+        begin, end = int(begin), int(end)
+        entry["shape"] = list(entry["shape"])
+    except (ValueError, KeyError, TypeError, RecursionError, IndexError):  # a mutant of a mutant
         return mutate_json(header, rng)
     shapes = [
         [],

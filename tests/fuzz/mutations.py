@@ -48,6 +48,15 @@ def _once(tree: Tree, rng: Rng) -> tuple[Tree, str, bool]:
     content = tree[name]
     if isinstance(content, Special) or rng.random() < 0.12:
         return *mutate_files(tree, rng, name), False
+    try:
+        content, what, refuse = _content(name, content, rng)
+    except RecursionError:  # an earlier change nests deeper than can be walked
+        content, what, refuse = *mutate_bytes(content, rng, [(0, 100)]), False
+    return tree | {name: content}, f"{name}: {what}", refuse
+
+
+def _content(name: str, content: bytes, rng: Rng) -> tuple[bytes, str, bool]:
+    """A change that knows what the file is."""
     refuse = False
     if name == INDEX and rng.random() < 0.6:
         content, what, refuse = _mutate_shard_names(content, rng)
@@ -63,7 +72,7 @@ def _once(tree: Tree, rng: Rng) -> tuple[Tree, str, bool]:
         content, what, refuse = mutate_torch(content, rng)
     else:
         content, what = mutate_bytes(content, rng, [(0, len(content))])
-    return tree | {name: content}, f"{name}: {what}", refuse
+    return content, what, refuse
 
 
 def _mutate_shard_names(data: bytes, rng: Rng) -> tuple[bytes, str, bool]:

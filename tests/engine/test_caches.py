@@ -41,8 +41,8 @@ class Driver:
 
     def add(self, slot: int, prompt, *, largest_chunk: int = 64, max_length: int = MAX_LEN) -> Request:
         request = Request(
-            str(slot), prompt, greedy(None), gamma=GAMMA_MAX, lookup=(1, 3), rests=True, seed=slot, stop_ids=(), max_length=max_length,
-            method="test", tokenizer=None, sink=lambda item: None, deadline=None,
+            str(slot), prompt, greedy(None), gamma=GAMMA_MAX, lookup=(1, 3), rests=True, seed=slot, stop_ids=(),
+            max_length=max_length, method="test", tokenizer=None, sink=lambda item: None, deadline=None,
         )  # fmt: skip
         prefill = Prefill(self.programs, request)
         while (first := prefill.advance(largest_chunk)) is None:

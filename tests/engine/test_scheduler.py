@@ -10,8 +10,8 @@ from jaxspec.errors import QueueFull
 
 def waiting(name: str, deadline: float | None = None) -> Request:
     return Request(
-        name, [1], SamplingParams(), gamma=0, lookup=(1, 3), rests=True, seed=0, stop_ids=(), max_length=8, method="none", tokenizer=None,
-        sink=lambda item: None, deadline=deadline,
+        name, [1], SamplingParams(), gamma=0, lookup=(1, 3), rests=True, seed=0, stop_ids=(), max_length=8,
+        method="none", tokenizer=None, sink=lambda item: None, deadline=deadline,
     )  # fmt: skip
 
 

@@ -102,9 +102,13 @@ def test_draft_lengths_beyond_8_are_refused(gamma: int) -> None:
 )
 def test_lookup_lengths_of_a_request_have_ranges_and_the_servers_bound(longest, shortest, words) -> None:
     params = SpeculationParams(None, longest, shortest)
-    with pytest.raises(InvalidRequest, match=words):
+
+    def check() -> None:
         params.validate()
         params.lookup(SpeculationConfig(prompt_lookup_max=6))
+
+    with pytest.raises(InvalidRequest, match=words):
+        check()
 
 
 def test_lookup_lengths_that_a_request_leaves_out_are_the_servers() -> None:

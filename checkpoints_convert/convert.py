@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any, Final, Literal
 
 from checkpoints_convert.engine import Dtype, Filled, Plan, fill_group, make_plan, nbytes
 from checkpoints_convert.findings import Findings
+from checkpoints_convert.places import SMALL_FILES, disk_free, entangled, too_small
 from checkpoints_convert.progress import Reporter, Silent
 from checkpoints_convert.readers import Format, Source, open_source
 from checkpoints_convert.readers.files import SourceFile
@@ -25,8 +24,6 @@ from jaxspec.sharding import Sharding, make_sharding
 
 Quantize = Literal["none", "int8"]
 QUANTIZE: Final = ("none", "int8")
-# Headers, manifest, tokenizer and what the file system rounds up, besides the weights.
-_SMALL_FILES: Final = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,7 @@ def convert(src: str | Path, dst: str | Path, *, progress: Reporter | None = Non
     with checked(src, dst, chosen) as conversion:
         plan, carried = conversion.plan, conversion.carried
         errors: dict[str, QuantizationError] = {}
-        key = _resume_key(conversion, chosen)
+        key = _resume_key(conversion)
         with CheckpointWriter(dst, force=chosen.force, resume_key=key) as writer:
             resumed = tuple(writer.finished)
             with report.stage("converting", plan.nbytes) as advance:
@@ -114,31 +111,12 @@ def checked(src: Path, dst: Path, options: Options) -> Iterator[Conversion]:
             with findings.collecting():
                 override = None if options.tokenizer is None else Path(options.tokenizer)
                 carried = carry_tokenizer(source, override, Path(scratch))
-        needed, free = 0 if plan is None else plan.nbytes + _SMALL_FILES, disk_free(dst)
-        if needed > free:
-            findings.add(f"{dst}: needs {needed:,} bytes, {free:,} are free on its disk")
+        needed = 0 if plan is None else plan.nbytes + SMALL_FILES
+        if line := too_small(dst, needed):
+            findings.add(line)
         findings.raise_if_any()
         assert plan is not None
-        yield Conversion(plan, carried, sharding, needed, free)
-
-
-def entangled(src: Path, dst: Path) -> str | None:
-    """Why the two paths cannot go together: replacing or filling one would touch the other."""
-    # Not Path.resolve, which raises on a link that leads to itself.
-    source, destination = Path(os.path.realpath(src)), Path(os.path.realpath(dst))
-    if source == destination:
-        return f"{dst}: source and destination are the same"
-    if source in destination.parents or destination in source.parents:
-        return f"{dst}: expected source and destination apart, one lies inside the other ({src})"
-    return None
-
-
-def disk_free(dst: Path) -> int:
-    """Bytes free where ``dst`` will be."""
-    place = Path(os.path.realpath(dst))
-    while not place.is_dir():
-        place = place.parent
-    return shutil.disk_usage(place).free
+        yield Conversion(plan, carried, sharding, needed, disk_free(dst))
 
 
 def _write(writer: CheckpointWriter, group: str, filled: Filled, conversion: Conversion) -> None:
@@ -157,7 +135,7 @@ def leaf_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _resume_key(conversion: Conversion, options: Options) -> str:
+def _resume_key(conversion: Conversion) -> str:
     """Stands for everything that the stored bytes depend on. Source files count by place, size and time of change."""
     source = conversion.plan.source
     said = {
@@ -166,7 +144,7 @@ def _resume_key(conversion: Conversion, options: Options) -> str:
         "config": source.config.to_json(),
         "stored": {name: [dtype.name, shape] for name, (dtype, shape) in conversion.plan.stored.items()},
         "files": sorted([str(file.path.resolve()), file.size, file.modified] for file in source.files.values()),
-        "mesh": options.mesh if isinstance(options.mesh, str | None) else dict(options.mesh),
+        "mesh": None if conversion.sharding is None else dict(conversion.sharding.mesh.shape),
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -190,7 +168,8 @@ def _manifest(
     conversion: Conversion, hashes: dict[str, str], errors: dict[str, QuantizationError], writer: CheckpointWriter
 ) -> Manifest:
     plan, carried = conversion.plan, conversion.carried
-    dtypes = {plan.stored[name][0].name for name in plan.leaves}
+    stored = plan.stored
+    dtypes = {stored[name][0].name for name in plan.leaves}
     return Manifest(
         format_version=FORMAT_VERSION,
         source_format=plan.source.dialect,
@@ -201,7 +180,7 @@ def _manifest(
         parameter_count=plan.parameter_count,
         tokenizer_fingerprint=carried.fingerprint if carried else None,
         tokenizer_size=carried.size if carried else None,
-        tensors={name: writer.tensors[name] for name in plan.stored},
+        tensors={name: writer.tensors[name] for name in stored},
         layout=None if conversion.sharding is None else dict(conversion.sharding.mesh.shape),
         quantization_errors={name: errors[name] for name in plan.leaves if name in errors},
     )

@@ -60,10 +60,11 @@ def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
     findings = Findings()
     if reference is not None:
         _compare_configs(checkpoint, reference, findings)
+    known = {} if reference is None else reference.groups()
     worst: Difference | None = None
     total = sum(record.nbytes for record in records.values())
     with progress.stage("verifying", total) as advance:
-        for group, names in _groups(checkpoint, reference):
+        for group, names in _groups(checkpoint, known):
             stored: dict[str, np.ndarray] = {}
             with findings.collecting():
                 stored = read_stored(checkpoint, group)
@@ -72,8 +73,7 @@ def verify(path: Path, against: Path | None, progress: Reporter) -> Verified:
                     findings.add(f"{name}: its sha256 is not the manifest's")
                 advance(array.nbytes)
             if reference is not None:
-                known = set(reference.groups().get(group, ()))
-                source = reference.fill([name for name in names if name in known and name in stored])
+                source = reference.fill([name for name in known.get(group, ()) if name in names and name in stored])
                 for found in _differences(checkpoint, stored, source, findings):
                     worst = found if worst is None or found.max_abs > worst.max_abs else worst
     _check_tokenizer(checkpoint, findings)
@@ -86,10 +86,10 @@ def _reference(checkpoint: Checkpoint[Any], against: Path) -> Reference:
     return open_heads_source(against, None, checkpoint.config.vocab_size, "keep")
 
 
-def _groups(checkpoint: Checkpoint[Any], reference: Reference | None) -> Iterator[tuple[str, list[str]]]:
-    """The checkpoint's groups with their parameters, in the order in which a source is read forward."""
+def _groups(checkpoint: Checkpoint[Any], known: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """The checkpoint's groups with their parameters, those that a source knows in the order in which it is read."""
     groups = checkpoint.groups()
-    order = groups if reference is None else [group for group in reference.groups() if group in groups]
+    order = [group for group in known if group in groups]
     for group in [*order, *(group for group in groups if group not in order)]:
         yield group, [name for name in groups[group] if name in checkpoint.specs]
 

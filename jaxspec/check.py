@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy as np
 from jaxspec.checkpoint import open_checkpoint
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.params import SamplingParams, SpeculationConfig
-from jaxspec.lossless import Identity, Report, identity, position, ranks, smallest_holm, texts
+from jaxspec.lossless import Report, coupled_identity, greedy_identity, position, ranks, smallest_holm, texts
 from jaxspec.score import Scorer
+from jaxspec.shapes import NODES_MAX
 from jaxspec.text import Tokenizer
 
 MADE_PROMPTS: Final = (
@@ -35,6 +36,7 @@ class Task:
     mesh: str
     dtype: str | None
     compilation_cache: str | None
+    max_len: int | None
     samples: int
     tokens: int
     temperature: float
@@ -59,7 +61,7 @@ def run(task: Task, say: Callable[[str], None]) -> Report:
         plain, drafted = (
             [text for text, _ in texts(engine, prompts, greedy, seeds[: len(prompts)], gamma)] for gamma in (0, None)
         )
-        same_greedy = identity(scorer, prompts, plain, drafted)
+        same_greedy = greedy_identity(scorer, prompts, plain, drafted)
         say(f"sampling {task.samples} texts of {task.tokens} tokens")
         made = list(texts(engine, asked, sampling, seeds, None))
         say("testing every position against the target's own law")
@@ -74,7 +76,7 @@ def run(task: Task, say: Callable[[str], None]) -> Report:
         plain, drafted = (
             [text for text, _ in texts(engine, asked[:few], sampling, seeds[:few], gamma)] for gamma in (0, None)
         )
-    same_coupled = coupled_identity(plain, drafted)
+    same_coupled = coupled_identity(scorer, asked[:few], plain, drafted, sampling, seeds[:few])
     return Report(
         positions,
         smallest_holm([place.p_value for place in positions]),
@@ -83,13 +85,6 @@ def run(task: Task, say: Callable[[str], None]) -> Report:
         same_coupled,
         float(np.mean([length for _, length in made])),
     )
-
-
-def coupled_identity(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> Identity:
-    """Texts whose noise is shared. In a hundred texts a tie of log p + g within rounding is possible, two are not."""
-    parted = sum(list(one) != list(two) for one, two in zip(plain, drafted, strict=True))
-    forgiven = min(parted, 1)
-    return Identity(len(plain), sum(map(len, plain)), forgiven, parted - forgiven)
 
 
 def load(task: Task, speculation: SpeculationConfig, longest: int) -> Engine:
@@ -103,7 +98,8 @@ def load(task: Task, speculation: SpeculationConfig, longest: int) -> Engine:
         mesh=task.mesh,
         dtype=task.dtype,
         max_slots=_SLOTS,
-        max_len=min(limit, max(128, longest + 64)),
+        # Room for all nodes of a tree, so that the last tokens are speculated, too.
+        max_len=task.max_len if task.max_len is not None else min(limit, max(128, longest + NODES_MAX)),
         max_queue=1 << 16,
         compilation_cache=task.compilation_cache,
     )

@@ -237,6 +237,7 @@ def run_check(args: argparse.Namespace) -> int:
         mesh=args.mesh,
         dtype=args.dtype,
         compilation_cache=args.compilation_cache,
+        max_len=args.max_len,
         samples=args.samples,
         tokens=args.tokens,
         temperature=args.temperature,

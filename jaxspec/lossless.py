@@ -10,19 +10,23 @@ order that ids do not have.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.params import SamplingParams, SpeculationParams
 from jaxspec.engine.records import Chunk
+from jaxspec.engine.request import seed_words
 from jaxspec.score import Scorer
+from jaxspec.speculate.noise import gumbel
 
 CELLS: Final = 16
-NEAR_TIE: Final = 1e-3  # of the two largest logits: rounding may choose either (float32)
+NEAR_TIE: Final = 1e-3  # of the two largest logits, or log p + g: rounding may choose either (float32)
+EDGE: Final = 1e-5  # of top-p: rounding may let a token in or not
 _IN_FLIGHT: Final = 64
 
 
@@ -128,26 +132,70 @@ def smallest_holm(p_values: Sequence[float]) -> float:
     return min(1.0, min(p_values) * len(p_values))
 
 
-def identity(
+def greedy_identity(
     scorer: Scorer, prompts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
 ) -> Identity:
-    """Compares texts with those of plain decoding, and looks at the logits where they part."""
+    """Compares greedy texts with those of plain decoding. A flip: the two largest logits nearly tie where they part."""
+
+    def ties(index: int, logits_V: np.ndarray, place: int) -> bool:
+        return _gap(logits_V) < NEAR_TIE
+
+    return _identity(scorer, prompts, plain, other, ties)
+
+
+def coupled_identity(
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    plain: Sequence[Sequence[int]],
+    other: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+) -> Identity:
+    """The same for texts sampled under the coupled law, whose choice is argmax(log p + g) with the noise of the seed.
+
+    A flip: the two best nearly tie, or a token that lies at the edge of the top-p set would change the choice.
+    """
+
+    def ties(index: int, logits_V: np.ndarray, place: int) -> bool:
+        position = np.full((1, 1), len(prompts[index]) + place, np.int32)
+        seed = np.array([seed_words(seeds[index])], np.uint32)
+        ids = np.arange(logits_V.size, dtype=np.int32)[None, None, :]
+        noise_V = np.asarray(gumbel(jnp.asarray(seed), jnp.asarray(position), jnp.asarray(ids)))[0, 0]
+        choices = set()
+        for top_p in (sampling.top_p - EDGE, sampling.top_p, min(1.0, sampling.top_p + EDGE)):
+            law_V = final_law(logits_V, dataclasses.replace(sampling, top_p=top_p))
+            score_V = np.log(law_V, where=law_V > 0, out=np.full(law_V.size, -np.inf)) + noise_V
+            choices.add(int(np.argmax(score_V)))
+            if _gap(score_V) < NEAR_TIE:
+                return True
+        return len(choices) > 1
+
+    return _identity(scorer, prompts, plain, other, ties)
+
+
+def _identity(
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    plain: Sequence[Sequence[int]],
+    other: Sequence[Sequence[int]],
+    ties: Callable[[int, np.ndarray, int], bool],
+) -> Identity:
     flips = differences = 0
-    for prompt, one, two in zip(prompts, plain, other, strict=True):
+    for index, (prompt, one, two) in enumerate(zip(prompts, plain, other, strict=True)):
         if list(one) == list(two):
             continue
         place = next(i for i, pair in enumerate(zip([*one, None], [*two, None], strict=False)) if pair[0] != pair[1])
-        if place < len(one) and _nearly_ties(scorer, prompt, one, place):
+        if place < len(one) and ties(index, list(_logits(scorer, prompt, one[: place + 1]))[-1], place):
             flips += 1
         else:
             differences += 1
     return Identity(len(plain), sum(map(len, plain)), flips, differences)
 
 
-def _nearly_ties(scorer: Scorer, prompt: Sequence[int], text: Sequence[int], place: int) -> bool:
-    logits_V = list(_logits(scorer, prompt, text[: place + 1]))[-1]
-    best = np.partition(logits_V, -2)[-2:]
-    return bool(best[1] - best[0] < NEAR_TIE)
+def _gap(scores_V: np.ndarray) -> float:
+    """Between the two largest."""
+    second, best = np.partition(scores_V, -2)[-2:]
+    return float(best - second)
 
 
 def _logits(scorer: Scorer, prompt: Sequence[int], text: Sequence[int]) -> Iterator[np.ndarray]:

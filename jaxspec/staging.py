@@ -5,6 +5,7 @@ import glob
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -114,23 +115,43 @@ class StagedFolder:
 
     @property
     def _prefix(self) -> str:
-        return f".{self._dst.name}.partial-"
+        return _prefix(self._dst)
 
     def _take_up_or_clear_abandoned(self) -> None:
-        for sibling in sorted(self._dst.parent.glob(f"{glob.escape(self._prefix)}*")):
-            if sibling.name.startswith(f"{self._prefix}{_OLD}") and not self._dst.exists():
-                continue  # killed between two renames: the only copy of what was there
-            try:
-                lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
-            except OSError:
-                continue
-            if not _try_lock(lock):
-                os.close(lock)
-            elif self._path is None and self._key is not None and _read(sibling / _KEY) == self._key:
+        for sibling, lock in _abandoned(self._dst):
+            if self._path is None and self._key is not None and _read(sibling / _KEY) == self._key:
                 self._path, self._lock = sibling, lock
             else:
                 shutil.rmtree(sibling, ignore_errors=True)
                 os.close(lock)
+
+
+def reclaimable_bytes(dst: Path) -> int:
+    """Bytes of what dead processes left beside ``dst``: the next writer to it takes that up or clears it."""
+    total = 0
+    for sibling, lock in _abandoned(dst.parent.resolve() / dst.name):
+        total += sum(path.lstat().st_blocks * 512 for path in sibling.rglob("*"))
+        os.close(lock)
+    return total
+
+
+def _prefix(dst: Path) -> str:
+    return f".{dst.name}.partial-"
+
+
+def _abandoned(dst: Path) -> Iterator[tuple[Path, int]]:
+    """Stages of dead processes, each locked; the descriptor that holds the lock is the caller's to close."""
+    for sibling in sorted(dst.parent.glob(f"{glob.escape(_prefix(dst))}*")):
+        if sibling.name.startswith(f"{_prefix(dst)}{_OLD}") and not dst.exists():
+            continue  # killed between two renames: the only copy of what was there
+        try:
+            lock = os.open(sibling, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue
+        if _try_lock(lock):
+            yield sibling, lock
+        else:
+            os.close(lock)
 
 
 def _read(path: Path) -> str | None:

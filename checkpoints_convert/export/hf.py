@@ -19,13 +19,13 @@ from typing import Any, Final, Literal, get_args
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.convert import disk_free, entangled
 from checkpoints_convert.export.destination import check_replaceable
 from checkpoints_convert.export.hf_config import generation_config, hf_config
 from checkpoints_convert.export.safetensors import write_safetensors
 from checkpoints_convert.export.shards import parse_size, split
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.names import Slot, slots, take
+from checkpoints_convert.places import SMALL_FILES, entangled, too_small
 from checkpoints_convert.progress import Advance, Reporter, Silent
 from checkpoints_convert.readers.hf import GENERATION, INDEX, TOKENIZER_FILES
 from checkpoints_convert.readers.jsonfile import read_object
@@ -46,7 +46,6 @@ _NUMPY: Final[Mapping[str, np.dtype[Any]]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_SMALL_FILES: Final = 32 << 20  # headers, configs, the tokenizer, and what the file system rounds up
 _CAST_VALUES: Final = 4 << 20  # that are cast and looked at together
 
 
@@ -148,8 +147,8 @@ def _check(src: Path, dst: Path, shard_size: int | str, dtype: Dtype, force: boo
         if dtype in DTYPES:
             with findings.collecting():
                 plan = _make_plan(checkpoint, dtype, limit)
-    if plan is not None and plan.nbytes + _SMALL_FILES > (free := disk_free(dst)):
-        findings.add(f"{dst}: needs {plan.nbytes + _SMALL_FILES:,} bytes, {free:,} are free on its disk")
+    if line := too_small(dst, 0 if plan is None else plan.nbytes + SMALL_FILES):
+        findings.add(line)
     findings.raise_if_any()
     assert plan is not None
     return plan

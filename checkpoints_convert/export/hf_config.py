@@ -25,11 +25,16 @@ _RTOL: Final = 1e-6
 
 def hf_config(config: LlamaConfig, torch_dtype: str) -> dict[str, Any]:
     """config.json. Raises UserError when the rope scaling cannot be said in it."""
+    scaling, tokens = rope_scaling(config), _special_tokens(config)
+    more = {"attention_dropout": 0.0, "rope_scaling": scaling, "use_cache": True, **tokens}
+    return dict(sorted((architecture(config, torch_dtype) | more).items()))
+
+
+def architecture(config: LlamaConfig, torch_dtype: str) -> dict[str, Any]:
+    """What config.json says of a decoder's shape; of one without rope scaling, all of it."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        **_special_tokens(config),
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -41,11 +46,9 @@ def hf_config(config: LlamaConfig, torch_dtype: str) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": _scaling(config),
         "rope_theta": float(config.rope_theta),
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": torch_dtype,
-        "use_cache": True,
         "vocab_size": config.vocab_size,
     }
 
@@ -64,7 +67,8 @@ def _special_tokens(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _scaling(config: LlamaConfig) -> dict[str, Any] | None:
+def rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
+    """The scaling under its own name, or None. Raises UserError as :func:`named_scaling` does."""
     scaling = named_scaling(config)
     if scaling is None:
         return None

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Final, get_args
 
-from checkpoints_convert.convert import disk_free, entangled, leaf_of
+from checkpoints_convert.convert import leaf_of
 from checkpoints_convert.engine import Dtype
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.heads.configs import foreign_config
@@ -13,6 +13,7 @@ from checkpoints_convert.heads.fit import fitted
 from checkpoints_convert.heads.plan import Heads, is_ours, ours, planned
 from checkpoints_convert.heads.source import CONFIG, NAMES, open_foreign
 from checkpoints_convert.heads.write import Export, To, check_foreign_destination, exported, write_export
+from checkpoints_convert.places import SMALL_FILES, entangled, too_small
 from checkpoints_convert.progress import Reporter, Silent
 from checkpoints_convert.tokenizer_files import UNKNOWN_VERSION
 from jaxspec.checkpoint import Checkpoint, CheckpointWriter, Manifest, check_destination, open_checkpoint, open_heads
@@ -24,8 +25,6 @@ from jaxspec.model.heads.params import INDEX_LEAVES, heads_param_specs
 
 FORMATS: Final = get_args(To)
 HEAD_METHODS: Final = get_args(Method)
-# Headers, manifest and what the file system rounds up, besides the weights.
-_SMALL_FILES: Final = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +101,8 @@ def _checked(
     if heads is not None and to != "orbax":
         with findings.collecting():
             export = exported(heads, to, model)
-    needed, free = 0 if heads is None else heads.nbytes + _SMALL_FILES, disk_free(dst)
-    if needed > free:
-        findings.add(f"{dst}: needs {needed:,} bytes, {free:,} are free on its disk")
+    if line := too_small(dst, 0 if heads is None else heads.nbytes + SMALL_FILES):
+        findings.add(line)
     findings.raise_if_any()
     assert heads is not None
     return heads, export, model

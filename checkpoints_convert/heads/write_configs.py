@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from checkpoints_convert.export.hf_config import architecture, rope_scaling
 from checkpoints_convert.findings import Findings
 from checkpoints_convert.heads.names import HeadsDialect
 from jaxspec.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ def foreign_json(config: HeadsConfig, dialect: HeadsDialect, torch_dtype: str, b
             "torch_dtype": torch_dtype,
             "vocab_size": config.vocab_size,
         }
-    layer = _layer(config, torch_dtype)
+    layer = architecture(config.decoder, torch_dtype)
     if dialect == "eagle":
         return layer | {"bias": config.fc_bias}
     if dialect == "eagle3":
@@ -52,28 +53,6 @@ def unsayable(
             )
 
 
-def _layer(config: EagleConfig, torch_dtype: str) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": False,
-        "torch_dtype": torch_dtype,
-        "vocab_size": config.vocab_size,
-    }
-
-
 def _eagle3(config: EagleConfig) -> dict[str, Any]:
     said: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size}
     # The authors' code takes the very presence of the key for another width.
@@ -85,14 +64,7 @@ def _eagle3(config: EagleConfig) -> dict[str, Any]:
 
 
 def _speculators(config: EagleConfig, dialect: HeadsDialect, layer: dict[str, Any], base: str | None) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    layer["rope_scaling"] = scaling and {
-        "factor": scaling.factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position,
-        "rope_type": scaling.kind,
-    }
+    layer["rope_scaling"] = rope_scaling(config.decoder)
     said: dict[str, Any] = {
         "speculators_config": {
             "algorithm": config.method,

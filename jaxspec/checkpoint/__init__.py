@@ -8,6 +8,7 @@ tokenizer/             tokenizer.json and its companions; absent when the source
 =====================  =========================================================================================
 """
 
+from jaxspec.checkpoint.fit import heads_misfits
 from jaxspec.checkpoint.folder import Checkpoint, open_any, open_checkpoint, open_heads
 from jaxspec.checkpoint.manifest import Manifest, QuantizationError, TensorRecord, tensor_sha256
 from jaxspec.checkpoint.restore import read_group, read_stored, restore_params
@@ -20,6 +21,7 @@ __all__ = [
     "QuantizationError",
     "TensorRecord",
     "check_destination",
+    "heads_misfits",
     "open_any",
     "open_checkpoint",
     "open_heads",

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import orbax.checkpoint as ocp
@@ -51,7 +50,11 @@ def restore_params(
             for name in names:
                 if name in shardings:
                     scale = restored.get(name + SCALE)
-                    params[name] = restored[name] if scale is None else _multiply_out(restored[name], scale, dtype)
+                    params[name] = (
+                        restored[name]
+                        if scale is None
+                        else _multiply_out(restored[name], scale, np.dtype(np.float32 if dtype is None else dtype))
+                    )
     return params
 
 
@@ -119,10 +122,6 @@ def _scale_sharding(sharding: jax.sharding.Sharding, rank: int) -> jax.sharding.
     return sharding
 
 
-def _multiply_out(values: jax.Array, scale: jax.Array, dtype: npt.DTypeLike | None) -> jax.Array:
-    return _dequantize_on_device(values, scale, np.dtype(jnp.float32 if dtype is None else dtype))
-
-
 @partial(jax.jit, static_argnums=2)
-def _dequantize_on_device(values: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+def _multiply_out(values: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     return dequantize(values, scale).astype(dtype)

@@ -7,12 +7,12 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.checkpoint import Checkpoint, open_checkpoint, open_heads, restore_params
+from jaxspec.checkpoint import Checkpoint, heads_misfits, open_checkpoint, open_heads, restore_params
 from jaxspec.engine.draft_vocab import trim_vocab
 from jaxspec.engine.params import HEADS_METHODS, SpeculationConfig
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.heads.config import EagleConfig, HeadsConfig, MedusaConfig, misfits, resolved_aux_layers
+from jaxspec.model.heads.config import EagleConfig, HeadsConfig, MedusaConfig, resolved_aux_layers
 from jaxspec.model.heads.definition import define_heads
 from jaxspec.model.llama import ModelDef, define
 from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
@@ -203,20 +203,7 @@ def check_heads(target: Checkpoint[LlamaConfig], heads: Checkpoint[HeadsConfig],
     """Heads must be those of the method and sit on the target. Raises UserError with both sides of all that differs."""
     if heads.config.method != method:
         raise UserError(f"heads {heads.path}: expected heads for method {method}, got heads for {heads.config.method}")
-    lines = misfits(heads.config, target.config)
-    ours, theirs = target.manifest, heads.manifest
-    # Heads that were converted without a target know neither.
-    if theirs.tokenizer_fingerprint is not None:
-        if theirs.tokenizer_fingerprint != ours.tokenizer_fingerprint:
-            lines.append(
-                f"tokenizer: expected fingerprint {ours.tokenizer_fingerprint} as the target, "
-                f"got {theirs.tokenizer_fingerprint}"
-            )
-        if (theirs.family, theirs.model_version) != (ours.family, ours.model_version):
-            lines.append(
-                f"family: expected {ours.family} {ours.model_version} as the target, "
-                f"got {theirs.family} {theirs.model_version}"
-            )
+    lines = heads_misfits(heads.config, heads.manifest, target)
     if lines:
         raise UserError(f"heads {heads.path}: {'; '.join(lines)}")
 

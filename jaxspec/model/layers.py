@@ -94,6 +94,11 @@ def attention(
     return attend(qk[:, :, :, :groups], cache, positions_BT, tree), cache
 
 
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up of [B, T, F, 2]."""
+    return jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
+
+
 class DecoderLayer(nnx.Module):
     """Attention and SwiGLU, each with a pre-norm and a residual. The residual stream is float32."""
 
@@ -118,9 +123,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         attended, cache = attention(self.qkv(self.attn_norm(x_BTD)), cache, positions_BT, tree, cos, sin)
         x_BTD = x_BTD + self._whole(self.o(attended))
-        gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, F, 2]
-        activated = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
-        return x_BTD + self._whole(self.down(activated)), cache
+        return x_BTD + self._whole(self.down(swiglu(self.gate_up(self.mlp_norm(x_BTD))))), cache
 
     def _whole(self, x_BTD: jax.Array) -> jax.Array:
         """The sum over the model axis: the only two collectives of a layer."""

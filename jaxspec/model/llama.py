@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.model.boundary import flat_params, merge
 from jaxspec.model.cache import KVCache, LayerCache, Tree
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, product
@@ -104,9 +105,7 @@ class ModelDef(NamedTuple):
 
     def merge(self, params: Mapping[str, jax.Array]) -> Llama:
         """The module over these parameters (inside a jit)."""
-        flat = nnx.to_flat_state(self.abstract)
-        state = nnx.from_flat_state([(path, leaf.replace(params[param_name(path)])) for path, leaf in flat])
-        return nnx.merge(self.graphdef, state)
+        return merge(self.graphdef, self.abstract, params)
 
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
         """Where each parameter lives, by name."""
@@ -121,11 +120,6 @@ class ModelDef(NamedTuple):
         }
 
 
-def param_name(path: tuple[Any, ...]) -> str:
-    """The dotted parameter name of an NNX path: ('layers', 0, 'qkv', 'weight') -> 'layers.0.qkv'."""
-    return ".".join(str(part) for part in path[:-1])
-
-
 def define(config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, cache_dtype: jnp.dtype | None = None) -> ModelDef:
     """Builds the module abstractly (no memory) and splits it at the NNX boundary. Caches: ``dtype`` unless given."""
     module = nnx.eval_shape(lambda: Llama(config, sharding, dtype, nnx.Rngs(0)))
@@ -136,6 +130,4 @@ def define(config: LlamaConfig, sharding: Sharding, dtype: jnp.dtype, cache_dtyp
 def random_params(model: ModelDef, seed: int) -> dict[str, jax.Array]:
     """Randomly initialised parameters in their shardings."""
     module = Llama(model.config, model.sharding, model.dtype, nnx.Rngs(seed))
-    shardings = model.shardings()
-    flat = nnx.to_flat_state(nnx.state(module))
-    return {param_name(path): jax.device_put(leaf[...], shardings[param_name(path)]) for path, leaf in flat}
+    return flat_params(module, model.shardings())

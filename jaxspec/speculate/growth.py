@@ -14,10 +14,9 @@ from jax import lax
 
 from jaxspec.errors import UserError
 from jaxspec.shapes import GAMMA_MAX, NODES_MAX, sizes
+from jaxspec.speculate.sampling import largest
 from jaxspec.speculate.topology import Topology
 
-# Values that share one maximum in the search for the largest.
-GROUP: Final = 16
 # Depth of a place in a tree that no node fills: below every level, so it is never live.
 NOWHERE: Final = GAMMA_MAX + 1
 
@@ -62,7 +61,7 @@ class Frontier(NamedTuple):
     node_BK: jax.Array  # int32
     source_BK: (
         jax.Array
-    )  # int32, its parent's place in the frontier before this one: whose hidden state it goes on from
+    )  # int32, its parent's place in the frontier before this one, whose hidden state it goes on from
 
 
 class Growth(NamedTuple):
@@ -99,7 +98,7 @@ def grow_level(growth: Growth, logits_BKV: jax.Array, topk: int) -> Growth:
     if topk > size["V"]:
         raise ValueError(f"topk: expected at most {size['V']}, the draft's vocabulary, got {topk}")
     rows, width = size["B"], size["K"]
-    best_BKC, ids_BKC = largest_of(logits_BKV.astype(jnp.float32), topk)
+    best_BKC, ids_BKC = largest(logits_BKV.astype(jnp.float32), topk)
     peak_BK1 = best_BKC[..., :1]
     mass_BK1 = jnp.sum(jnp.exp(logits_BKV.astype(jnp.float32) - peak_BK1), axis=-1, keepdims=True)
     # However exp and log round, no child may be lifted above its parent: see `select`.
@@ -178,26 +177,3 @@ def select(growth: Growth, drafts: int, levels_B: jax.Array | None = None) -> Se
     depth_BJ = jnp.where(live_BJ, chosen(growth.depth_BC), NOWHERE)
     score_BJ = jnp.where(live_BJ, chosen(score_BC), -jnp.inf)
     return Selected(chosen(growth.token_BC), Topology(parent_BJ, depth_BJ), live_BJ, score_BJ, candidate_BJ)
-
-
-def largest_of(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """The ``width`` largest along the last axis, in descending order, and where they are (int32).
-
-    Ties are deterministic, row by row; which of several equal values at the boundary are taken is not specified. As in
-    ``sampling.py``: two small partial sorts at rank two, the only rank at which XLA on CPU has one.
-    """
-    vocab = x.shape[-1]
-    x_RV = x.reshape(-1, vocab)
-    if vocab > GROUP * width:
-        x_RGC = jnp.pad(x_RV, ((0, 0), (0, -vocab % GROUP)), constant_values=-jnp.inf)
-        x_RGC = x_RGC.reshape(x_RV.shape[0], GROUP, -1)
-        _, group_RC = lax.top_k(jnp.max(x_RGC, axis=1), width)
-        inside_RX = jnp.take_along_axis(x_RGC, group_RC[:, None, :], axis=2).reshape(x_RV.shape[0], -1)
-        values_RC, place_RC = lax.top_k(inside_RX, width)
-        column_RC = jnp.take_along_axis(group_RC, place_RC % width, axis=1)
-        # Never the padding, even in a row of -inf alone: it lies in the last places, and ties go to the earlier ones.
-        ids_RC = (place_RC // width) * x_RGC.shape[2] + column_RC
-    else:
-        values_RC, ids_RC = lax.top_k(x_RV, width)
-    shape = (*x.shape[:-1], width)
-    return values_RC.reshape(shape), ids_RC.astype(jnp.int32).reshape(shape)

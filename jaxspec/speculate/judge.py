@@ -24,15 +24,15 @@ class Round(NamedTuple):
     uniforms: Uniforms
     desync_B: jax.Array
 
-    @property
-    def depth_BT(self) -> jax.Array:
-        """int32, how far below the root each node is."""
-        return jnp.pad(self.drafts.topology.depth_BJ, ((0, 0), (1, 0)))
 
-    @property
-    def fed_BT(self) -> jax.Array:
-        """bool, which nodes count: the root and the live drafts."""
-        return jnp.pad(self.drafts.live_BJ, ((0, 0), (1, 0)), constant_values=True)
+def node_depths(drafts: Drafts) -> jax.Array:
+    """int32 [B, T], how far below the root each node is."""
+    return jnp.pad(drafts.topology.depth_BJ, ((0, 0), (1, 0)))
+
+
+def nodes_fed(drafts: Drafts) -> jax.Array:
+    """bool [B, T], which nodes count: the root and the live drafts."""
+    return jnp.pad(drafts.live_BJ, ((0, 0), (1, 0)), constant_values=True)
 
 
 class Judged(NamedTuple):
@@ -52,9 +52,9 @@ def judge(model: Llama, context: Context, round_: Round, law: Law, valid_vocab: 
     """Logits, faults and the law's verdict. ``depth`` (static): D, how deep live drafts can lie."""
     rows, drafts = context.rows, round_.drafts
     logits_BTV = model.logits(round_.hidden_BTD)
-    depth_BT = round_.depth_BT
+    depth_BT = node_depths(drafts)
     sound_BT = jnp.all(jnp.isfinite(logits_BTV), axis=-1)
-    sound_B = jnp.all(sound_BT | ~round_.fed_BT, axis=1)
+    sound_B = jnp.all(sound_BT | ~nodes_fed(drafts), axis=1)
     fault_B = jnp.where(sound_B, jnp.where(round_.desync_B, DESYNC, 0), NOT_FINITE)
     fault_B = jnp.where(round_.active_B, fault_B, 0)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.shapes import NODES_MAX, sizes
-from jaxspec.speculate.sampling import CANDIDATES, draw, first_argmax, largest, threefry, unit
+from jaxspec.speculate.sampling import CANDIDATES, draw, first_argmax, largest, round_uniforms, threefry
 
 COUPLED: Final = 1 << 31
 DISTINCT: Final = 1 << 30
@@ -74,9 +74,8 @@ class Draws:
         """One token per row from q, i32. Uncoupled, the offset's uniform of the round inverts the cumulative sum."""
         if self.coupled:
             return coupled_choice(q_BV[:, None], self.seed_B2, (self.length_B + offset)[:, None])[:, 0]
-        offset_B = jnp.full_like(self.length_B, offset).astype(jnp.uint32)
-        bits_B, _ = threefry((self.seed_B2[:, 0], self.seed_B2[:, 1]), self.length_B.astype(jnp.uint32), offset_B)
-        return draw(q_BV, unit(bits_B))
+        draft_BJ = round_uniforms(self.seed_B2, self.length_B, NODES_MAX - 1).draft_BJ
+        return draw(q_BV, lax.dynamic_index_in_dim(draft_BJ, offset, axis=1, keepdims=False))
 
     def pick_distinct(
         self, q_BV: jax.Array, count: int, offset: jax.Array | int, node: jax.Array | int = 0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, Tree, compact, empty_cache
 from jaxspec.model.llama import Llama, ModelDef, Output
 from jaxspec.speculate.drafters import Drafter, Seen
-from jaxspec.speculate.judge import Judged, Law, Round, judge
+from jaxspec.speculate.judge import Judged, Law, Round, judge, node_depths, nodes_fed
 from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.sampling import (
     NEUTRAL,
@@ -155,8 +155,6 @@ class Decoder:
         model = self.target.merge(params.target)
         drafter_state, proposal = state.drafter, None
         room_B = jnp.minimum(state.rows.max_length_B - n_B - 1, self.drafter.ready(state.drafter, context))
-        # Every node needs a slot of its own, also those beside the path that is accepted.
-        room_B = jnp.where(n_B + drafted <= slots, room_B, 0) if drafted > gamma else room_B
         gamma_B = jnp.where(active_B, jnp.clip(jnp.minimum(gamma_B, room_B), 0, gamma), 0)
         drafts, tree = _no_drafts(n_B.shape[0]), None
         if gamma > 0:
@@ -170,23 +168,19 @@ class Decoder:
                 topology = chain(n_B.shape[0], gamma)
             else:
                 tree = Tree(n_B - 1, jnp.int32(0), ancestors(topology))
+                # Every node needs a slot of its own, also those beside the path that is accepted.
+                gamma_B = jnp.where(n_B + drafted <= slots, gamma_B, 0)
             live_BJ = topology.depth_BJ <= gamma_B[:, None]
             drafts = Drafts(proposal.tokens_BJ, proposal.q_BJV, topology, live_BJ)
 
-        round_ = Round(
-            hidden_BTD=jnp.zeros(()),  # known below
-            drafts=drafts,
-            active_B=active_B,
-            uniforms=uniforms,
-            desync_B=state.target.length_B != n_B - 1,
-        )
         pending_B1 = jnp.take_along_axis(state.tokens_BS, jnp.maximum(n_B - 1, 0)[:, None], axis=1)
         tokens_BT = jnp.concatenate([pending_B1, drafts.tokens_BJ], axis=1)
-        positions_BT = n_B[:, None] - 1 + round_.depth_BT
-        positions_BT = jnp.where(active_B[:, None] & round_.fed_BT, positions_BT, slots)
+        positions_BT = n_B[:, None] - 1 + node_depths(drafts)
+        positions_BT = jnp.where(active_B[:, None] & nodes_fed(drafts), positions_BT, slots)
         output = model(tokens_BT, positions_BT, state.target, tree, self._taps)
 
-        round_ = round_._replace(hidden_BTD=output.hidden_BTD)
+        desync_B = state.target.length_B != n_B - 1
+        round_ = Round(output.hidden_BTD, drafts, active_B, uniforms, desync_B)
         judged = judge(model, context, round_, self.law, self.valid_vocab, gamma)
         cache = output.cache
         if tree is not None:

@@ -3,13 +3,15 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from checkpoints_convert import convert
+from checkpoints_convert import ConversionError, convert
 from checkpoints_convert.cli import main
+from checkpoints_convert.convert import Options, checked
 from checkpoints_convert.progress import Advance
 from jaxspec.checkpoint import CheckpointWriter
 from tests.convert import makers
@@ -88,6 +90,21 @@ def test_the_command_says_that_it_goes_on(source, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("checkpoints_convert.commands.to_orbax.reporter", lambda: Stopping(-1))
     assert main(command) == 0
     assert "went on from an earlier run, which had finished 3 groups" in capsys.readouterr().out
+
+
+def test_what_is_there_already_needs_no_disk_again(source, tmp_path, monkeypatch) -> None:
+    """A disk that holds the checkpoint once must do, however often it is begun."""
+    with checked(source, tmp_path / "out", Options()) as conversion:
+        needed = conversion.disk_needed
+    stage = interrupt(source, tmp_path / "out", 4)
+    there = sum(path.lstat().st_blocks * 512 for path in stage.rglob("*"))
+    assert there > 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - there - 1))
+    with pytest.raises(ConversionError, match="are free on its disk"):
+        convert(source, tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - there))
+    assert len(convert(source, tmp_path / "out").resumed) == 4
 
 
 def touch(source: Path) -> None:

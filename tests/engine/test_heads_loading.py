@@ -36,9 +36,13 @@ def test_heads_of_another_target_are_refused_with_every_difference(checkpoints, 
     stranger = edited_heads("eagle1", "manifest.json", tokenizer_fingerprint=FINGERPRINT)
     target = checkpoints("tiny-llama3")
     own = json.loads((target / "manifest.json").read_text())["tokenizer_fingerprint"]
-    refused(target, f"tokenizer: expected fingerprint {own} as the target, got {FINGERPRINT}", heads=stranger)
+    refused(
+        target,
+        f"tokenizer: the heads were recorded with fingerprint {FINGERPRINT}, the target has {own}",
+        heads=stranger,
+    )
     other = edited_heads("medusa", "manifest.json", family="camel", tokenizer_fingerprint=FINGERPRINT)
-    refused(target, r"fingerprint .*; family: expected llama 3 as the target, got camel 3", heads=other)
+    refused(target, r"fingerprint .*; family: the heads were recorded with camel 3, the target is llama 3", heads=other)
     refused(checkpoints("tiny-draft"), r"hidden size: the head was made for 64, the target has 32", heads=stranger)
 
 

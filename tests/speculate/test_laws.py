@@ -7,8 +7,8 @@ import pytest
 
 from jaxspec.speculate import sampling, verify
 from jaxspec.speculate.sampling import RowSampling
-from tests.speculate import oracle
-from tests.speculate.oracle import SHAPES, Case
+from tests.speculate import enumeration, oracle
+from tests.speculate.enumeration import SHAPES, Case
 
 LAWS = {
     "token": jax.jit(verify.token_law, static_argnums=3),
@@ -27,22 +27,24 @@ def filtered(rng, vocab):
 
 
 PAIRS = {
-    "random": (oracle.uneven, oracle.uneven),
+    "random": (enumeration.uneven, enumeration.uneven),
     "filtered": (filtered, filtered),
-    "disjoint": (oracle.on_ids((0, 2)), oracle.on_ids((1, 3))),
-    "overlapping": (oracle.on_ids((0, 1, 2)), oracle.on_ids((1, 2, 3))),
-    "target one-hot": (oracle.one_hot, oracle.uneven),
-    "draft one-hot": (oracle.uneven, oracle.one_hot),
-    "both one-hot": (oracle.one_hot, oracle.one_hot),
+    "disjoint": (enumeration.on_ids((0, 2)), enumeration.on_ids((1, 3))),
+    "overlapping": (enumeration.on_ids((0, 1, 2)), enumeration.on_ids((1, 2, 3))),
+    "target one-hot": (enumeration.one_hot, enumeration.uneven),
+    "draft one-hot": (enumeration.uneven, enumeration.one_hot),
+    "both one-hot": (enumeration.one_hot, enumeration.one_hot),
 }
 
 
 def rounds(law, cases, *, dtype="float64", vocab=VOCAB, width=WIDTH):
     """``Committed`` of every case under a law, and what it was computed from."""
     with jax.enable_x64(dtype == "float64"):
-        batch, owner = oracle.plan(cases, vocab, DRAFTED, np.random.default_rng(5))
-        verdict = oracle.evaluate(LAWS[law], batch, drawn=cases[0].q is not None, dtype=dtype, depth=DEPTH, width=width)
-    results = oracle.committed(cases, batch, owner, verdict, vocab, whole_path=law == "token")
+        batch, owner = enumeration.plan(cases, vocab, DRAFTED, np.random.default_rng(5))
+        verdict = enumeration.evaluate(
+            LAWS[law], batch, drawn=cases[0].q is not None, dtype=dtype, depth=DEPTH, width=width
+        )
+    results = enumeration.committed(cases, batch, owner, verdict, vocab, whole_path=law == "token")
     return results, batch, owner, verdict
 
 
@@ -57,7 +59,7 @@ def cases_of(pair, seed, vocab=VOCAB):
     rng = np.random.default_rng(seed)
     cases = []
     for shape in SHAPES.values():
-        p, q = (oracle.tables(rng, vocab, DEPTH + 1, law) for law in PAIRS[pair])
+        p, q = (enumeration.tables(rng, vocab, DEPTH + 1, law) for law in PAIRS[pair])
         cases.append(Case(shape, p, q, q))
     return cases
 
@@ -81,10 +83,10 @@ def test_undrawn_drafts_are_judged_by_p_alone(law, dtype, tolerance):
     """A10: a deterministic proposer has a one-hot q; on a tree siblings are its most likely ids. 100 laws a shape."""
     rng = np.random.default_rng(12)
     cases = []
-    for kind in [oracle.uneven] * 60 + [filtered] * 30 + [oracle.one_hot] * 10:
+    for kind in [enumeration.uneven] * 60 + [filtered] * 30 + [enumeration.one_hot] * 10:
         for shape in SHAPES.values():
-            p = oracle.tables(rng, VOCAB, DEPTH + 1, kind)
-            cases.append(Case(shape, p, None, oracle.tables(rng, VOCAB, DEPTH + 1, oracle.uneven)))
+            p = enumeration.tables(rng, VOCAB, DEPTH + 1, kind)
+            cases.append(Case(shape, p, None, enumeration.tables(rng, VOCAB, DEPTH + 1, enumeration.uneven)))
     results, *_ = rounds(law, cases, dtype=dtype, width=None)
     assert_lossless(cases, results, tolerance)
     for case, result in zip(cases, results, strict=True):
@@ -100,7 +102,7 @@ def test_a_draft_that_equals_the_target_is_accepted_whole(law, ulps, dtype, tole
     rng = np.random.default_rng(13)
     cases = []
     for shape in SHAPES.values():
-        p = [table.astype(dtype) for table in oracle.tables(rng, VOCAB, DEPTH + 1, oracle.uneven)]
+        p = [table.astype(dtype) for table in enumeration.tables(rng, VOCAB, DEPTH + 1, enumeration.uneven)]
         q = p
         if ulps:
             q = [np.nextafter(table, rng.integers(0, 2, table.shape).astype(dtype)) for table in p]
@@ -116,10 +118,12 @@ def test_a_draft_that_equals_the_target_is_accepted_whole(law, ulps, dtype, tole
 def test_the_enumeration_sees_a_draft_law_from_before_the_filters():
     """A02: x is drawn from the filtered q but judged with the raw softmax. It accepts more, and it is wrong."""
     rng = np.random.default_rng(19)
-    p = oracle.tables(rng, VOCAB, DEPTH + 1, oracle.uneven)
+    p = enumeration.tables(rng, VOCAB, DEPTH + 1, enumeration.uneven)
     seeds = rng.integers(2**32, size=2)
     raw, kept = (
-        oracle.tables(np.random.default_rng(seeds), VOCAB, DEPTH + 1, lambda rng, vocab, k=k: softmax(rng, vocab, k))
+        enumeration.tables(
+            np.random.default_rng(seeds), VOCAB, DEPTH + 1, lambda rng, vocab, k=k: softmax(rng, vocab, k)
+        )
         for k in (0, 2)
     )
     cases = [Case(SHAPES["chain of 2"], p, q, kept) for q in (kept, raw)]
@@ -143,7 +147,7 @@ def test_filtered_laws_of_the_engine_are_lossless_against_the_sorted_reference(f
     rng = np.random.default_rng(20)
     options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     row = RowSampling(*(jnp.asarray([x]) for x in (0.8, options["top_k"], options["top_p"], options["min_p"])))
-    logits = {x: oracle.tables(rng, VOCAB, DEPTH + 1, lambda rng, vocab: rng.normal(size=vocab) * 2) for x in "pq"}
+    logits = {x: enumeration.tables(rng, VOCAB, DEPTH + 1, lambda rng, vocab: rng.normal(size=vocab) * 2) for x in "pq"}
 
     def final(tables):
         flat = np.concatenate([table.reshape(-1, VOCAB) for table in tables]).astype(np.float32)
@@ -172,14 +176,14 @@ def test_verdicts_equal_the_law_by_the_book(law, drawn):
         cases = cases_of(pair, 15)
         if not drawn:
             cases = [case._replace(q=None) for case in cases * 40]
-        batch, _ = oracle.plan(cases, VOCAB, DRAFTED, rng)
+        batch, _ = enumeration.plan(cases, VOCAB, DRAFTED, rng)
         pick = rng.permutation(len(batch["chance"]))[:300]
         batch = {name: array[pick] for name, array in batch.items()}
         # Below 1, as real coins are: what stands for certain must not be rejected.
         settled = np.minimum(batch["coin"], 1 - 2**-53)
         batch["coin"] = np.where(rng.random(settled.shape) < 0.5, settled, rng.random(settled.shape))
         with jax.enable_x64(True):
-            verdict = oracle.evaluate(LAWS[law], batch, drawn=drawn, dtype="float64", depth=DEPTH, width=300)
+            verdict = enumeration.evaluate(LAWS[law], batch, drawn=drawn, dtype="float64", depth=DEPTH, width=300)
         for b in range(len(pick)):
             path, accept_J, last_V = oracle.plain_verdict(PLAIN[law], batch, b, drawn=drawn)
             assert verdict.path_BD[b].tolist() == path + [0] * (DEPTH - len(path))
@@ -194,9 +198,9 @@ def test_the_law_by_the_book_is_lossless_itself(law):
     rng = np.random.default_rng(16)
     for pair in ("random", "filtered", "target one-hot"):
         for name in ("chain of 3", "2x2 level by level", "uneven"):
-            p, q = (oracle.tables(rng, 3, DEPTH + 1, kind) for kind in PAIRS[pair])
+            p, q = (enumeration.tables(rng, 3, DEPTH + 1, kind) for kind in PAIRS[pair])
             cases = [Case(SHAPES[name], p, q, q)]
-            batch, owner = oracle.plan(cases, 3, DRAFTED, rng)
+            batch, owner = enumeration.plan(cases, 3, DRAFTED, rng)
             count = len(owner)
             verdict = verify.Verdict(
                 np.zeros(count, np.int64),
@@ -210,7 +214,7 @@ def test_the_law_by_the_book_is_lossless_itself(law):
                 )
                 verdict.n_accepted_B[b] = len(path)
                 verdict.path_BD[b, : len(path)] = path
-            (result,) = oracle.committed(cases, batch, owner, verdict, 3, whole_path=law == "token")
+            (result,) = enumeration.committed(cases, batch, owner, verdict, 3, whole_path=law == "token")
             assert oracle.distance(result.joint(p), oracle.plain_law(p[: cases[0].shape.depth + 1])) < 1e-9
 
 
@@ -223,7 +227,7 @@ def test_block_accepts_more_than_token_and_on_a_chain_never_less():
         cases = []
         for name in names:
             for _ in range(40 if "chain" in name else 8):
-                p, q = (oracle.tables(rng, 3, DEPTH + 1, oracle.uneven) for _ in "pq")
+                p, q = (enumeration.tables(rng, 3, DEPTH + 1, enumeration.uneven) for _ in "pq")
                 cases.append(Case(SHAPES[name], p, q, q))
         for law in LAWS:
             results, *_ = rounds(law, cases, vocab=3, width=None)
@@ -241,7 +245,7 @@ def test_block_is_token_where_drafts_are_undrawn_on_a_chain():
     rng = np.random.default_rng(18)
     cases = []
     for _ in range(50):
-        p, likely = (oracle.tables(rng, VOCAB, DEPTH + 1, oracle.uneven) for _ in "pq")
+        p, likely = (enumeration.tables(rng, VOCAB, DEPTH + 1, enumeration.uneven) for _ in "pq")
         cases.append(Case(SHAPES["chain of 3"], p, None, likely))
     token, block = (rounds(law, cases, width=None)[0] for law in LAWS)
     for one, other in zip(token, block, strict=True):

@@ -9,8 +9,8 @@ from jaxspec.speculate import noise, sampling, verify
 from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.topology import Topology, chain
 from jaxspec.speculate.verify import Drafts
-from tests.speculate import oracle
-from tests.speculate.oracle import SHAPES, Case
+from tests.speculate import enumeration, oracle
+from tests.speculate.enumeration import SHAPES, Case
 
 VOCAB, GAMMA, LENGTH = 3, 3, 6
 LAWS = {
@@ -49,10 +49,10 @@ def test_six_tokens_over_rounds_follow_the_target_exactly(law, shape):
             p.append(np.broadcast_to(p_VV, (VOCAB,) * (n - 1) + p_VV.shape))
             q.append(np.broadcast_to(q_VV, (VOCAB,) * (n - 1) + q_VV.shape))
         cases.append(Case(SHAPES[shape], p, q, q))
-    batch, owner = oracle.plan(cases, VOCAB, 7, rng)
+    batch, owner = enumeration.plan(cases, VOCAB, 7, rng)
     with jax.enable_x64(True):
-        verdict = oracle.evaluate(LAWS[law], batch, drawn=True, dtype="float64", depth=GAMMA)
-    rounds = oracle.committed(cases, batch, owner, verdict, VOCAB, whole_path=law == "token")
+        verdict = enumeration.evaluate(LAWS[law], batch, drawn=True, dtype="float64", depth=GAMMA)
+    rounds = enumeration.committed(cases, batch, owner, verdict, VOCAB, whole_path=law == "token")
 
     # reached[n]: the law of the first n tokens times the chance that a round ends there.
     reached = [np.zeros((VOCAB,) * n) for n in range(LENGTH + 1)]

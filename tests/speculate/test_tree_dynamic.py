@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from jaxspec.errors import UserError
 from jaxspec.shapes import GAMMA_MAX
-from jaxspec.speculate import growth
+from jaxspec.speculate import growth, sampling
 from jaxspec.speculate.growth import NOWHERE, DynamicTree, Selected, start
 from jaxspec.speculate.topology import ancestors
 from jaxspec.speculate.tree import paths
 
 grow_level = jax.jit(growth.grow_level, static_argnames="topk")
 select = jax.jit(growth.select, static_argnames="drafts")
-largest_of = jax.jit(growth.largest_of, static_argnames="width")
+largest = jax.jit(sampling.largest, static_argnames="width")
 
 VOCAB = 13
 
@@ -283,7 +283,7 @@ def test_properties_of_random_growths(case) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_the_largest_and_where_they_are(shape, width) -> None:
     x = np.random.default_rng(4).permutation(np.prod(shape)).reshape(shape).astype(np.float32)
-    values, ids = largest_of(x, width=width)
+    values, ids = largest(x, width=width)
     assert ids.dtype == jnp.int32
     np.testing.assert_array_equal(ids, np.argsort(-x, axis=-1)[..., :width])
     np.testing.assert_array_equal(values, np.take_along_axis(x, np.asarray(ids), axis=-1))
@@ -294,7 +294,7 @@ def test_the_largest_where_there_are_too_few(finite) -> None:
     """The padding of the groups never comes out as an id."""
     x = np.full((2, 1009), -np.inf, np.float32)
     x[:, 1009 - finite :] = 1.0
-    values, ids = largest_of(x, width=5)
+    values, ids = largest(x, width=5)
     assert np.isfinite(values).sum() == 2 * finite
     assert (ids < 1009).all()
     for row in range(2):

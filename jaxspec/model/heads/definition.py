@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.model.boundary import flat_params, merge
 from jaxspec.model.cache import KVCache, empty_cache
 from jaxspec.model.heads.config import EagleConfig, HeadsConfig, MedusaConfig
 from jaxspec.model.heads.eagle import EagleHead
@@ -27,9 +28,7 @@ class HeadsDef(NamedTuple):
 
     def merge(self, params: Mapping[str, jax.Array]) -> Any:
         """The MedusaHeads or EagleHead over these parameters (inside a jit)."""
-        flat = nnx.to_flat_state(self.abstract)
-        state = nnx.from_flat_state([(path, leaf.replace(params[_param_name(path)])) for path, leaf in flat])
-        return nnx.merge(self.graphdef, state)
+        return merge(self.graphdef, self.abstract, params)
 
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
         """Where each parameter lives, by name."""
@@ -64,9 +63,7 @@ def define_heads(
 
 def random_heads(heads: HeadsDef, seed: int) -> dict[str, jax.Array]:
     """Randomly initialised parameters in their shardings."""
-    shardings = heads.shardings()
-    flat = nnx.to_flat_state(nnx.state(_module(heads.config, heads.sharding, heads.dtype, seed)))
-    return {_param_name(path): jax.device_put(leaf[...], shardings[_param_name(path)]) for path, leaf in flat}
+    return flat_params(_module(heads.config, heads.sharding, heads.dtype, seed), heads.shardings())
 
 
 def _module(config: HeadsConfig, sharding: Sharding, dtype: jnp.dtype, seed: int) -> MedusaHeads | EagleHead:
@@ -74,8 +71,3 @@ def _module(config: HeadsConfig, sharding: Sharding, dtype: jnp.dtype, seed: int
     if isinstance(config, MedusaConfig):
         return MedusaHeads(config, sharding, dtype, rngs)
     return EagleHead(config, sharding, dtype, rngs)
-
-
-def _param_name(path: tuple[Any, ...]) -> str:
-    """('layers', 0, 'qkv', 'weight') -> 'layers.0.qkv'."""
-    return ".".join(str(part) for part in path[:-1])

@@ -14,7 +14,7 @@ from jaxspec.model.cache import LayerCache, Tree
 from jaxspec.model.heads.config import EagleConfig
 from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.heads.parts import TargetIds, TargetTables, Vector
-from jaxspec.model.layers import Linear, RMSNorm, attention, initial_weight
+from jaxspec.model.layers import Linear, RMSNorm, attention, initial_weight, swiglu
 from jaxspec.model.rope import inverse_frequencies, rotation
 from jaxspec.sharding import Sharding
 
@@ -62,9 +62,7 @@ class EagleLayer(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         attended, cache = attention(self.qkv(read), cache, positions_BT, tree, cos, sin)
         x_BTD = residual_BTD + self._whole(self.o(attended))
-        gate_up = self.gate_up(self.mlp_norm(x_BTD))  # [B, T, F, 2]
-        activated = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
-        return x_BTD + self._whole(self.down(activated)), cache
+        return x_BTD + self._whole(self.down(swiglu(self.gate_up(self.mlp_norm(x_BTD))))), cache
 
     def _whole(self, x_BTD: jax.Array) -> jax.Array:
         return self.sharding.constrain(x_BTD, "batch", "tokens", "embed")

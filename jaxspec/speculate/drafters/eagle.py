@@ -21,9 +21,10 @@ from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import Llama
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.drafters import Blind, Features, Proposal, Seen
+from jaxspec.speculate.drafters.chain import next_draft
 from jaxspec.speculate.growth import DynamicTree, grow_level, select, start
 from jaxspec.speculate.noise import Draws
-from jaxspec.speculate.sampling import final_law, first_argmax, mask_logits
+from jaxspec.speculate.sampling import mask_logits
 from jaxspec.speculate.state import Context
 from jaxspec.speculate.topology import ancestors
 
@@ -176,23 +177,11 @@ class EagleDrafter(Blind):
         draws: Draws,
         first_B: jax.Array,
     ) -> tuple[Proposal, LayerCache]:
-        rows = context.rows
-        greedy = jnp.all(rows.sampling.temperature_B <= 0)
 
         def pick(hidden_BTD: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The next draft of every row and the law it was drawn from."""
             logits_BTV = head.over_target_vocab(head.logits(hidden_BTD, tables))
-            ban_BT = (context.length_B + offset < rows.min_length_B)[:, None]
-            logits_BTV = _lawful(mask_logits(logits_BTV, rows.stop_ids_BE, ban_BT, self.valid_vocab))
-
-            def drawn() -> tuple[jax.Array, jax.Array]:
-                q_BV = final_law(logits_BTV, rows.sampling)[:, 0]
-                return draws.pick(q_BV, offset), q_BV
-
-            # A greedy round never reads the laws.
-            return jax.lax.cond(
-                greedy, lambda: (first_argmax(logits_BTV)[:, 0], jnp.zeros_like(logits_BTV[:, 0])), drawn
-            )
+            return next_draft(logits_BTV, context, offset, draws, self.valid_vocab)
 
         def extend(
             carry: tuple[jax.Array, jax.Array, LayerCache], offset: jax.Array
@@ -265,12 +254,3 @@ class EagleDrafter(Blind):
 def _complete(state: EagleState, context: Context) -> jax.Array:
     """Rows whose cache holds all that could be taken in."""
     return (context.length_B > 0) & (state.length_B == context.length_B - 1)
-
-
-def _lawful(logits_BTV: jax.Array) -> jax.Array:
-    """The logits where a law follows from them; elsewhere (all ids masked, or no numbers) those of the uniform law.
-
-    Whatever a draft is drawn from, the acceptance laws are exact for it, as long as it is a law.
-    """
-    peak_BT1 = jnp.max(logits_BTV, axis=-1, keepdims=True)
-    return jnp.where(jnp.isfinite(peak_BT1), logits_BTV, 0)

@@ -18,8 +18,8 @@ from jaxspec.model.layers import product
 from jaxspec.model.llama import Llama, ModelDef
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.drafters import Blind, Proposal, Seen
+from jaxspec.speculate.drafters.chain import next_draft
 from jaxspec.speculate.noise import Draws
-from jaxspec.speculate.sampling import final_law, first_argmax, mask_logits
 from jaxspec.speculate.state import Context, grow_cache
 
 # Parameters of a draft vocabulary, beside the model's own: the head's rows [N, D] of the ids that are drafted, and for
@@ -74,23 +74,10 @@ class LinearDrafter(Blind):
     ) -> tuple[Proposal, KVCache]:
         model = self.model.merge(params)
         slots = state.window
-        rows = context.rows
-        greedy = jnp.all(rows.sampling.temperature_B <= 0)
 
         def pick(hidden_BTD: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The next draft of every row and the law it was drawn from."""
-            logits_BTV = self._logits(params, model, hidden_BTD)
-            ban_BT = (context.length_B + offset < rows.min_length_B)[:, None]
-            logits_BTV = mask_logits(logits_BTV, rows.stop_ids_BE, ban_BT, self.valid_vocab)
-
-            def drawn() -> tuple[jax.Array, jax.Array]:
-                q_BV = final_law(logits_BTV, rows.sampling)[:, 0]
-                return draws.pick(q_BV, offset), q_BV
-
-            # A greedy round never reads the laws.
-            return jax.lax.cond(
-                greedy, lambda: (first_argmax(logits_BTV)[:, 0], jnp.zeros_like(logits_BTV[:, 0])), drawn
-            )
+            return next_draft(self._logits(params, model, hidden_BTD), context, offset, draws, self.valid_vocab)
 
         last_B = context.length_B - 1
         positions_BT = last_B[:, None] - jnp.arange(self.recent - 1, -1, -1, dtype=jnp.int32)[None, :]

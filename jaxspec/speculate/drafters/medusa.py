@@ -17,9 +17,8 @@ from jaxspec.model.heads.medusa import MedusaHeads
 from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import Llama
 from jaxspec.speculate.drafters import Blind, Features, Proposal, Seen
-from jaxspec.speculate.growth import largest_of
 from jaxspec.speculate.noise import Draws, gumbel
-from jaxspec.speculate.sampling import CANDIDATES, final_law, mask_logits
+from jaxspec.speculate.sampling import CANDIDATES, final_law, largest, mask_logits
 from jaxspec.speculate.state import Context, RowParams
 from jaxspec.speculate.tree import StaticTree
 
@@ -105,14 +104,14 @@ class MedusaDrafter(Blind):
 
 def _ranked(logits_BDV: jax.Array, positions_BD: jax.Array, rows: RowParams, width: int, draws: Draws) -> jax.Array:
     """The ``width`` best candidates for each depth, best first, int32 [B, D, C]."""
-    _, likeliest_BDC = largest_of(logits_BDV, width)
+    _, likeliest_BDC = largest(logits_BDV, width)
     if not draws.coupled:
         return likeliest_BDC
 
     def noisy() -> jax.Array:
-        q_BDX, ids_BDX = largest_of(final_law(logits_BDV, rows.sampling), min(CANDIDATES, logits_BDV.shape[-1]))
+        q_BDX, ids_BDX = largest(final_law(logits_BDV, rows.sampling), min(CANDIDATES, logits_BDV.shape[-1]))
         score_BDX = jnp.log(q_BDX) + gumbel(rows.seed_B2, positions_BD, ids_BDX)
-        _, place_BDC = largest_of(score_BDX, width)
+        _, place_BDC = largest(score_BDX, width)
         noisy_BDC = jnp.take_along_axis(ids_BDX, place_BDC, axis=2)
         return jnp.where((rows.sampling.temperature_B > 0)[:, None, None], noisy_BDC, likeliest_BDC)
 

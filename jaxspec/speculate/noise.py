@@ -6,7 +6,8 @@ token wherever they can (coupling, Daliri et al. 2024).
 
 One seed keys three kinds of random numbers, told apart by the top bits of the second counter word: 00 the uniforms of a
 round (length, offset), 10 the coupled noise (position, id), 01 the noise of draws without replacement (length, node,
-id). No two of them ever encrypt the same counter.
+id). No two of them ever encrypt the same counter. A counter's two words serve two ids, LANES apart, so that noise over
+a vocabulary costs half the encryptions.
 """
 
 import dataclasses
@@ -17,12 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.shapes import NODES_MAX, sizes
-from jaxspec.speculate.sampling import CANDIDATES, draw, first_argmax, largest, round_uniforms, threefry
+from jaxspec.speculate.sampling import CANDIDATES, blocks, draw, largest, round_uniforms, threefry
 
 COUPLED: Final = 1 << 31
 DISTINCT: Final = 1 << 30
 # Bits of a token id in a counter; those of a node follow.
 ID_BITS: Final = 24
+# Ids v and v + LANES share a counter; both words of one counter fill a block of 2 LANES ids.
+LANES: Final = 128
 
 
 def gumbel(seed_B2: jax.Array, position_BT: jax.Array, ids_BTC: jax.Array) -> jax.Array:
@@ -37,25 +40,44 @@ def gumbel(seed_B2: jax.Array, position_BT: jax.Array, ids_BTC: jax.Array) -> ja
 def coupled_choice(p_BTV: jax.Array, seed_B2: jax.Array, position_BT: jax.Array) -> jax.Array:
     """argmax(log p + g) at absolute positions, i32, the lower id of exact ties. A token with p = 0 never wins.
 
-    Noise is computed for the tokens of positive weight alone where every law has few, else for the whole vocabulary;
-    the result is the same.
+    Found as argmin(e / p), where e = exp(-g) is standard exponential: one logarithm per token instead of three. Noise
+    is computed for the tokens of positive weight alone where every law has few, else for the whole vocabulary; the
+    result is the same.
     """
     sizes(p_BTV=p_BTV, seed_B2=seed_B2, position_BT=position_BT)
     vocab = p_BTV.shape[-1]
 
-    def few(width: int) -> jax.Array:
-        top_BTC, ids_BTC = largest(p_BTV, width)
-        scores_BTC = jnp.log(top_BTC) + gumbel(seed_B2, position_BT, ids_BTC)
-        best_BT1 = jnp.max(scores_BTC, axis=-1, keepdims=True)
-        return jnp.min(jnp.where(scores_BTC == best_BT1, ids_BTC, vocab), axis=-1)
+    def first_of(p_BTC: jax.Array, ids_BTC: jax.Array) -> jax.Array:
+        times_BTC = _exponential(seed_B2, position_BT, jnp.uint32(COUPLED) | ids_BTC.astype(jnp.uint32)) / p_BTC
+        soonest_BT1 = jnp.min(times_BTC, axis=-1, keepdims=True)
+        return jnp.min(jnp.where((times_BTC == soonest_BT1) & (p_BTC > 0), ids_BTC, vocab), axis=-1)
+
+    def few() -> jax.Array:
+        return first_of(*largest(p_BTV, CANDIDATES))
 
     def whole() -> jax.Array:
-        ids_BTV = jnp.broadcast_to(lax.iota(jnp.int32, vocab)[None, None, :], p_BTV.shape)
-        return first_argmax(jnp.log(p_BTV) + gumbel(seed_B2, position_BT, ids_BTV))
+        # The minimum of every block is one fused pass over the vocabulary; only the best block is looked into.
+        p_BTRC = blocks(p_BTV, 0, 2 * LANES)
+        soonest_BTR = _soonest_by_block(p_BTRC, seed_B2, position_BT)
+        block_BT1 = jnp.argmin(soonest_BTR, axis=-1, keepdims=True).astype(jnp.int32)
+        p_BTC = jnp.take_along_axis(p_BTRC, block_BT1[..., None], axis=2)[:, :, 0]
+        return first_of(p_BTC, block_BT1 * 2 * LANES + lax.iota(jnp.int32, 2 * LANES)[None, None, :])
 
     if vocab <= CANDIDATES:
-        return whole()
-    return lax.cond(_all_few(p_BTV), lambda: few(CANDIDATES), whole)
+        return first_of(p_BTV, jnp.broadcast_to(lax.iota(jnp.int32, vocab)[None, None, :], p_BTV.shape))
+    return lax.cond(_all_few(p_BTV), few, whole)
+
+
+def _soonest_by_block(p_BTRC: jax.Array, seed_B2: jax.Array, position_BT: jax.Array) -> jax.Array:
+    """min(e / p) of every block of 2 LANES ids, from one encryption per two ids."""
+    R = p_BTRC.shape[2]
+    block_R, lane_C = (jnp.arange(n, dtype=jnp.uint32) for n in (R, LANES))
+    second_RC = jnp.uint32(COUPLED) | (block_R[:, None] * (2 * LANES) + lane_C[None, :])
+    first_BT11 = position_BT.astype(jnp.uint32)[:, :, None, None]
+    key = (seed_B2[:, 0, None, None, None], seed_B2[:, 1, None, None, None])
+    low, high = threefry(key, first_BT11, second_RC[None, None])
+    low_BTRC, high_BTRC = p_BTRC[..., :LANES], p_BTRC[..., LANES:]
+    return jnp.min(jnp.minimum(_standard(low) / low_BTRC, _standard(high) / high_BTRC), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +141,18 @@ def _all_few(law_XV: jax.Array) -> jax.Array:
 
 
 def _gumbel(seed_B2: jax.Array, first_BT: jax.Array, second_BTC: jax.Array) -> jax.Array:
+    return -jnp.log(_exponential(seed_B2, first_BT, second_BTC))
+
+
+def _exponential(seed_B2: jax.Array, first_BT: jax.Array, second_BTC: jax.Array) -> jax.Array:
+    """Standard exponential noise; the lowest bits of the second counter word are the token's id."""
     key = (seed_B2[:, 0, None, None], seed_B2[:, 1, None, None])
-    bits_BTC, _ = threefry(key, first_BT.astype(jnp.uint32)[:, :, None], second_BTC)
-    # 32 bits, kept where they matter: small values of the exponential -log(1 - v), which are the large ones of g. The
-    # largest v is the last float below 1.
-    v_BTC = jnp.minimum((bits_BTC.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
-    return -jnp.log(-jnp.log1p(-v_BTC))
+    low, high = threefry(key, first_BT.astype(jnp.uint32)[:, :, None], second_BTC & jnp.uint32(~LANES & 0xFFFFFFFF))
+    return _standard(jnp.where(second_BTC & LANES > 0, high, low))
+
+
+def _standard(bits: jax.Array) -> jax.Array:
+    # 32 bits, kept where they matter: small values of -log(1 - v), which are those that win. The largest v is the last
+    # float below 1.
+    v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
+    return -jnp.log1p(-v)

@@ -76,16 +76,16 @@ def first_argmax(logits_BJV: jax.Array) -> jax.Array:
 
     Blocks first, then the ids of one block: XLA on CPU vectorises a maximum, but not an argmax over the vocabulary.
     """
-    logits_BJRC = _blocks(logits_BJV, -jnp.inf)
+    logits_BJRC = blocks(logits_BJV, -jnp.inf)
     block_BJ = jnp.argmax(jnp.max(logits_BJRC, axis=-1), axis=-1).astype(jnp.int32)
     inner_BJC = jnp.take_along_axis(logits_BJRC, block_BJ[:, :, None, None], axis=2)[:, :, 0]
     return block_BJ * BLOCK + jnp.argmax(inner_BJC, axis=-1).astype(jnp.int32)
 
 
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
-    """[.., V] as [.., R, BLOCK], the last block filled up."""
-    short = -x.shape[-1] % BLOCK
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill).reshape(*x.shape[:-1], -1, BLOCK)
+def blocks(x: jax.Array, fill: float, width: int = BLOCK) -> jax.Array:
+    """[.., V] as [.., R, width], the last block filled up."""
+    short = -x.shape[-1] % width
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill).reshape(*x.shape[:-1], -1, width)
 
 
 def _one_hot_of_argmax(logits_BJV: jax.Array) -> jax.Array:
@@ -256,7 +256,7 @@ def draw(weights_BV: jax.Array, u_B: jax.Array) -> jax.Array:
     past a cumulative sum, and sums of prefixes need not grow in step with the weights, so only positive weights count.
     With float32 uniforms (24 bits) a chance is exact to about 1e-7 of the mass. Every row needs a positive mass.
     """
-    weights_BRC = _blocks(weights_BV, 0)
+    weights_BRC = blocks(weights_BV, 0)
     mass_BR = jnp.sum(weights_BRC, axis=-1)
     upto_BR = jnp.cumsum(mass_BR, axis=-1)
     point_B = u_B.astype(weights_BV.dtype) * upto_BR[:, -1]

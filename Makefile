@@ -36,7 +36,7 @@ check: $(STAMP) ## lint, format, types, import floors
 	$(BIN)/lint-imports --no-logo
 
 bench: demo-model ## measure, as docs/benchmarks.md says
-	$(BIN)/python scripts/bench.py $(ARGS)
+	$(BIN)/python -m scripts.bench $(ARGS)
 
 bench-convert: $(STAMP) ## measure a conversion of 4 GB: peak memory, time against cp, sync and sha256sum (12 GB of disk)
 	$(BIN)/python scripts/bench_convert.py $(ARGS)

@@ -115,13 +115,14 @@ class Decoder:
         if features_BTX is not None:
             features_BTX = jnp.take_along_axis(features_BTX, last_B1[:, :, None], axis=1)
         rows = state.tokens_BS.shape[0]
+        hidden_BTD = jnp.take_along_axis(output.hidden_BTD, last_B1[:, :, None], axis=1)
         round_ = Round(
-            logits_BTV=model.logits(jnp.take_along_axis(output.hidden_BTD, last_B1[:, :, None], axis=1)),
             drafts=_no_drafts(rows),
             active_B=~state.finished_B & (cached_B == state.length_B),
             uniforms=round_uniforms(state.rows.seed_B2, state.length_B, 0),
             # The rule for the cache before a round, which here holds one token more: the pending one was just fed.
             desync_B=jnp.zeros((rows,), bool),
+            logits_BTV=model.logits(hidden_BTD),
         )
         judged = judge(context, round_, self.law, self.valid_vocab, 0)
         state = state._replace(target=cache, drafter=drafter)
@@ -169,10 +170,11 @@ class Decoder:
             if topology is None:
                 topology = chain(n_B.shape[0], gamma)
             else:
-                above_BTT, window = ancestors(topology), proposal.window
-                tree = Tree(n_B - 1, jnp.int32(0), above_BTT if window is None else window.beside(above_BTT))
+                tree, window = Tree(n_B - 1, jnp.int32(0), ancestors(topology)), proposal.window
+                if window is not None:
+                    tree = tree._replace(ancestors_BTU=window.beside(tree.ancestors_BTU))
                 # Every node needs a slot of its own, also those beside the path that is accepted.
-                gamma_B = jnp.where(n_B + drafted + self.drafter.window(gamma) <= slots, gamma_B, 0)
+                gamma_B = jnp.where(n_B + (drafted + self.drafter.window(gamma)) <= slots, gamma_B, 0)
             live_BJ = topology.depth_BJ <= gamma_B[:, None]
             drafts = Drafts(proposal.tokens_BJ, proposal.q_BJV, topology, live_BJ)
 

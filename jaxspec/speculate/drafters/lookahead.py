@@ -1,11 +1,11 @@
 """Lookahead decoding: the target guesses ahead of itself, in the same pass that checks what it guessed before.
 
 Beside the drafts every round feeds a window of W columns and N - 1 levels (Fu et al. 2024, section 3): column c of
-level l is a guess of the token c + l places after the pending one, which itself is the first of level 0. A node of level
-0 sees those of level 0 up to its column; one of a higher level sees its column below it, and what that column's first
-node sees. What the target says after the top level is the next top level, the lowest falls out, and every column with
-its new top is an n-gram that the target said itself, but for its first token: Jacobi iteration, whose trajectories are
-kept. N-grams go to a pool; those that begin with the pending token are drafted, as are runs that followed it in the
+level l is a guess of the token c + l places after the pending one, which itself is the first of level 0. A node of
+level 0 sees those of level 0 up to its column; one of a higher level sees its column below it, and what that column's
+first node sees. What the target says after the top level is the next top level, the lowest falls out, and every column
+with its new top is an n-gram that the target said itself, but for its first token: Jacobi iteration, whose trajectories
+are kept. N-grams go to a pool; those that begin with the pending token are drafted, as are runs that followed it in the
 row.
 
 Drafts are undrawn and follow from the committed tokens and the rounds before, so every law is exact for them.

@@ -84,7 +84,7 @@ def merge(runs_BGD: jax.Array, found_BG: jax.Array) -> tuple[jax.Array, Topology
 
 
 def first(is_BX: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Where the first ``count`` true values of each row are, int32 [B, C], and whether there are so many, bool [B, C]."""
+    """Where the first ``count`` true values of a row are, int32 [B, C], and whether there are so many, bool [B, C]."""
     rank_BX = jnp.cumsum(is_BX, axis=1, dtype=jnp.int32) - 1
     # An index past the end drops the write.
     rank_BX = jnp.where(is_BX, rank_BX, count)

@@ -35,7 +35,7 @@ RIGS = {
         },
     ),
 }
-AT_LEAST = {"token": 20, "block": 20, "coupled": 6}  # drafts that stand in some 70 tokens
+AT_LEAST = {"token": 20, "block": 20, "coupled": 1}  # drafts that stand in some 70 tokens
 SLOTS = 3
 SHIFTING = (8, 3, 1, 0, 0, 2, 8, 0, 8, 8, 1, 2, 3) * 5
 

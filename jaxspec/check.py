@@ -90,6 +90,7 @@ def run(task: Task, say: Callable[[str], None]) -> Report:
 def load(task: Task, speculation: SpeculationConfig, longest: int) -> Engine:
     """An engine of a few slots."""
     limit = open_checkpoint(task.target).config.max_position_embeddings
+    slots = max(NODES_MAX, speculation.slots_per_step)
     return Engine.load(
         task.target,
         draft=speculation.model if speculation.takes_draft else None,
@@ -99,7 +100,7 @@ def load(task: Task, speculation: SpeculationConfig, longest: int) -> Engine:
         dtype=task.dtype,
         max_slots=_SLOTS,
         # Room for all nodes of a tree, so that the last tokens are speculated, too.
-        max_len=task.max_len if task.max_len is not None else min(limit, max(128, longest + NODES_MAX)),
+        max_len=task.max_len if task.max_len is not None else min(limit, max(128, longest + slots)),
         max_queue=1 << 16,
         compilation_cache=task.compilation_cache,
     )

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jaxspec import options, terminal
-from jaxspec.engine.params import HEADS_METHODS, Prompt, refuse_beam_search
+from jaxspec.engine.params import Prompt, SpeculationConfig, refuse_beam_search
 from jaxspec.engine.records import Completion
 from jaxspec.errors import InvalidRequest, UserError
-from jaxspec.shapes import GAMMA_MAX, NODES_MAX
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Checkpoint
@@ -115,7 +114,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
     max_len = args.max_len
     if max_len is None:
-        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens, speculation.method)
+        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens, speculation)
     engine = Engine.load(
         args.target,
         draft=speculation.model,
@@ -136,14 +135,16 @@ def run_generate(args: argparse.Namespace) -> None:
             terminal.show(chunks, colour=terminal.wants_colour(args.color))
 
 
-def context_for(checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None, method: str = "ngram") -> int:
+def context_for(
+    checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None, speculation: SpeculationConfig | None = None
+) -> int:
     """The max_len for one request: never below DEFAULT_MAX_LEN unless the model's own context is.
 
     The engine's smallest window is a quarter of max_len. A quarter that holds the whole request means that no window is
     ever outgrown, so nothing compiles twice; powers of two mean that other requests find the same shapes in the
     compilation cache. An open-ended request begins small and may grow, like a server's.
     """
-    nodes = NODES_MAX if method in (*HEADS_METHODS, "hybrid") else GAMMA_MAX + 1  # slots that a step may need
+    nodes = (speculation or SpeculationConfig()).slots_per_step
     needed = prompt_length(checkpoint, prompt) + (max_tokens or 1) + nodes
     window = 1 << (needed - 1).bit_length()
     wanted = window if max_tokens is None else 4 * window

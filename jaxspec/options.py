@@ -203,6 +203,13 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
     )
+    for name, what in (
+        ("window", "columns of guesses in lookahead's window"),
+        ("ngram", "tokens of lookahead's n-grams, 2 to 9"),
+        ("candidates", "n-grams that lookahead tries in a step"),
+    ):
+        field = f"lookahead_{name}"
+        flag(f"--lookahead-{name}", field, f"{what}; default {getattr(default, field)}", type=int, metavar="N")
     flag(
         "--rejection-sample-method",
         "rejection_sample_method",

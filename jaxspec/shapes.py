@@ -19,6 +19,8 @@ from typing import Any, Final
 # drafts, of which a tree has more than levels), and the static depths that a step is compiled for.
 GAMMA_MAX: Final = 8
 NODES_MAX: Final = 64
+# The largest number of guesses in the window that lookahead decoding feeds beside its drafts.
+WINDOW_MAX: Final = 128
 GAMMA_BUCKETS: Final = (0, 2, 4, 8)
 
 

@@ -20,6 +20,7 @@ from jaxspec.speculate.drafters import Drafter
 from jaxspec.speculate.drafters.eagle import EagleDrafter
 from jaxspec.speculate.drafters.hybrid import HybridDrafter
 from jaxspec.speculate.drafters.linear import LinearDrafter
+from jaxspec.speculate.drafters.lookahead import LookaheadDrafter
 from jaxspec.speculate.drafters.medusa import MedusaDrafter
 from jaxspec.speculate.drafters.ngram import NgramDrafter
 from jaxspec.speculate.drafters.none import NoDrafter
@@ -83,7 +84,7 @@ def make_drafting(
     elif method == "hybrid":
         made = _hybrid(speculation, target, draft, heads, max_len)
     else:
-        made = _lookup(speculation, target)
+        made = _without_model(speculation, target)
     if speculation.tree_choices is not None and not _has_drafter(made.drafter, MedusaDrafter):
         notes.append("tree_choices: ignored without medusa heads")
     return dataclasses.replace(made, notes=(*notes, *made.notes))
@@ -118,13 +119,19 @@ def _hybrid(
     )
 
 
-def _lookup(speculation: SpeculationConfig, target: Target) -> Drafting:
+def _without_model(speculation: SpeculationConfig, target: Target) -> Drafting:
     context = target.checkpoint.config.max_position_embeddings
     match speculation.method:
         case "none":
             return Drafting(NoDrafter(), {}, context, (0,))
         case "ngram":
             return Drafting(NgramDrafter(speculation.prompt_lookup_max), {}, context, LOOKUP_BUCKETS)
+        case "lookahead":
+            drafter = LookaheadDrafter(
+                speculation.lookahead_window, speculation.lookahead_ngram, speculation.lookahead_candidates
+            )
+            # The window moves whatever a row drafts: one width, in which shallower rows leave drafts unused.
+            return Drafting(drafter, {}, context, (0, drafter.levels))
         case method:
             raise UserError(f"method: cannot make a drafter for {method!r}")
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from jaxspec.errors import InvalidRequest, UserError
-from jaxspec.shapes import GAMMA_MAX, NODES_MAX
+from jaxspec.shapes import GAMMA_MAX, NODES_MAX, WINDOW_MAX
 
 TEMPERATURE_MIN: Final = 1e-6  # below it logits / temperature leave float32; 0 itself means greedy
 TEMPERATURE_MAX: Final = 100.0
@@ -25,7 +25,7 @@ PROMPT_LOOKUP_MAX: Final = 16
 DRAFT_VOCAB_MIN: Final = 65  # more than the stop ids of a row, so that banning all of them leaves an id to draft
 
 HEADS_METHODS: Final = ("medusa", "eagle", "eagle3")
-METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "hybrid", "none")
+METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "lookahead", "hybrid", "none")
 REJECTION_SAMPLE_METHODS: Final = ("token", "block", "coupled")
 
 BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
@@ -199,6 +199,9 @@ class SpeculationConfig:
     tree_topk: int = 4  # eagle, eagle3: children per node of a dynamic tree, 1..63; 1: a chain, drawn when sampling
     tree_depth: int | None = None  # eagle, eagle3: levels of the tree, 1..8; None: 5, or fewer if fewer are drafted
     tree_nodes: int = 16  # eagle, eagle3: nodes of the tree, the pending token among them, 2..64
+    lookahead_window: int = 6  # lookahead: W, columns of guesses; window * (ngram - 1) at most 128
+    lookahead_ngram: int = 4  # lookahead: N, tokens of an n-gram, of which all but the first are drafted, 2..9
+    lookahead_candidates: int = 4  # lookahead: G, n-grams tried in a step; candidates * (ngram - 1) at most 63
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -229,6 +232,12 @@ class SpeculationConfig:
         if self.tree_depth is not None:
             _check_int("tree_depth", self.tree_depth, 1, GAMMA_MAX, f"an integer in 1..{GAMMA_MAX}")
         _check_int("tree_nodes", self.tree_nodes, 2, NODES_MAX, f"an integer in 2..{NODES_MAX}")
+        longest = GAMMA_MAX + 1
+        _check_int("lookahead_ngram", self.lookahead_ngram, 2, longest, f"an integer in 2..{longest}")
+        for name, nodes in (("lookahead_window", WINDOW_MAX), ("lookahead_candidates", NODES_MAX - 1)):
+            most = nodes // (self.lookahead_ngram - 1)
+            expected = f"an integer in 1..{most} (at most {nodes} tokens with lookahead_ngram={self.lookahead_ngram})"
+            _check_int(name, getattr(self, name), 1, most, expected)
 
     @property
     def takes_draft(self) -> bool:
@@ -239,6 +248,13 @@ class SpeculationConfig:
     def takes_heads(self) -> bool:
         """Whether the method uses heads."""
         return self.method in HEADS_METHODS or (self.method == "hybrid" and self.heads is not None)
+
+    @property
+    def slots_per_step(self) -> int:
+        """Cache slots that a step may need, at most."""
+        if self.method == "lookahead":
+            return max(GAMMA_MAX + 1, (self.lookahead_window + self.lookahead_candidates) * (self.lookahead_ngram - 1))
+        return NODES_MAX if self.method in (*HEADS_METHODS, "hybrid") else GAMMA_MAX + 1
 
     @property
     def heads_folder(self) -> str | None:

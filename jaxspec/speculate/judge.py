@@ -5,24 +5,25 @@ from typing import Final, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.model.llama import Llama
 from jaxspec.speculate.noise import coupled_choice
 from jaxspec.speculate.sampling import Uniforms, draw, final_law, first_argmax, mask_logits
 from jaxspec.speculate.state import DESYNC, NOT_FINITE, TOP_LOGPROBS, Context, Logprobs
 from jaxspec.speculate.verify import Drafts, Match, block_law, match_law, token_law
+from jaxspec.speculate.window import Shown
 
 Law = Literal["token", "block", "coupled"]
 LAWS: Final = {"token": token_law, "block": block_law}
 
 
 class Round(NamedTuple):
-    """What is known before the law speaks. The T nodes fed to the target are the root and the drafts."""
+    """What is known before the law speaks, of T nodes: the root and the drafts."""
 
-    hidden_BTD: jax.Array
+    logits_BTV: jax.Array
     drafts: Drafts
     active_B: jax.Array
     uniforms: Uniforms
     desync_B: jax.Array
+    shown: Shown | None = None  # of a window beside them, which the law does not look at
 
 
 def node_depths(drafts: Drafts) -> jax.Array:
@@ -48,10 +49,9 @@ class Judged(NamedTuple):
     logprobs: Logprobs
 
 
-def judge(model: Llama, context: Context, round_: Round, law: Law, valid_vocab: int, depth: int) -> Judged:
-    """Logits, faults and the law's verdict. ``depth`` (static): D, how deep live drafts can lie."""
-    rows, drafts = context.rows, round_.drafts
-    logits_BTV = model.logits(round_.hidden_BTD)
+def judge(context: Context, round_: Round, law: Law, valid_vocab: int, depth: int) -> Judged:
+    """Faults and the law's verdict. ``depth`` (static): D, how deep live drafts can lie."""
+    rows, drafts, logits_BTV = context.rows, round_.drafts, round_.logits_BTV
     depth_BT = node_depths(drafts)
     sound_BT = jnp.all(jnp.isfinite(logits_BTV), axis=-1)
     sound_B = jnp.all(sound_BT | ~nodes_fed(drafts), axis=1)

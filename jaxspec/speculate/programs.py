@@ -73,7 +73,8 @@ class Programs:
         self._compiled: dict[Program, Any] = {}
         self._lock = threading.Lock()
         # Slots past the committed tokens that a step may need; a row's next token besides.
-        self.nodes = max(GAMMA_MAX, *(decoder.drafter.drafts(gamma) for gamma in shapes.gammas)) + 1
+        drafter = decoder.drafter
+        self.nodes = max(GAMMA_MAX, *(drafter.drafts(gamma) + drafter.window(gamma) for gamma in shapes.gammas)) + 1
         self._rehearsal = threading.Lock()  # one state at a time: a cache may fill half the memory
 
     def planned(self, windows: int | None = None) -> list[Program]:

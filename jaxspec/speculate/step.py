@@ -2,7 +2,8 @@
 
 One step: the drafter proposes a chain or a tree of drafts, the target runs once over the pending token and all of
 them, the law decides which path stands and what follows it, and its a+1 tokens are committed. gamma is the static depth
-that a step is compiled for; each row drafts its own gamma_i <= gamma levels, which is a mask.
+that a step is compiled for; each row drafts its own gamma_i <= gamma levels, which is a mask. A drafter may have a
+window of further nodes fed in the same pass, to see what the target says there.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ from jaxspec.speculate.state import (
 )
 from jaxspec.speculate.topology import ancestors, chain
 from jaxspec.speculate.verify import Drafts
+from jaxspec.speculate.window import Shown
 
 
 class Params(NamedTuple):
@@ -113,15 +115,16 @@ class Decoder:
         if features_BTX is not None:
             features_BTX = jnp.take_along_axis(features_BTX, last_B1[:, :, None], axis=1)
         rows = state.tokens_BS.shape[0]
+        hidden_BTD = jnp.take_along_axis(output.hidden_BTD, last_B1[:, :, None], axis=1)
         round_ = Round(
-            hidden_BTD=jnp.take_along_axis(output.hidden_BTD, last_B1[:, :, None], axis=1),
             drafts=_no_drafts(rows),
             active_B=~state.finished_B & (cached_B == state.length_B),
             uniforms=round_uniforms(state.rows.seed_B2, state.length_B, 0),
             # The rule for the cache before a round, which here holds one token more: the pending one was just fed.
             desync_B=jnp.zeros((rows,), bool),
+            logits_BTV=model.logits(hidden_BTD),
         )
-        judged = judge(model, context, round_, self.law, self.valid_vocab, 0)
+        judged = judge(context, round_, self.law, self.valid_vocab, 0)
         state = state._replace(target=cache, drafter=drafter)
         return self._commit(params, model, state, context, round_, judged, features_BTX)
 
@@ -156,7 +159,7 @@ class Decoder:
         drafter_state, proposal = state.drafter, None
         room_B = jnp.minimum(state.rows.max_length_B - n_B - 1, self.drafter.ready(state.drafter, context))
         gamma_B = jnp.where(active_B, jnp.clip(jnp.minimum(gamma_B, room_B), 0, gamma), 0)
-        drafts, tree = _no_drafts(n_B.shape[0]), None
+        drafts, tree, window, shown = _no_drafts(n_B.shape[0]), None, None, None
         if gamma > 0:
             draws = Draws(state.rows.seed_B2, n_B, coupled=self.law == "coupled")
             asked = context._replace(asked_B=gamma_B)
@@ -167,9 +170,11 @@ class Decoder:
             if topology is None:
                 topology = chain(n_B.shape[0], gamma)
             else:
-                tree = Tree(n_B - 1, jnp.int32(0), ancestors(topology))
+                tree, window = Tree(n_B - 1, jnp.int32(0), ancestors(topology)), proposal.window
+                if window is not None:
+                    tree = tree._replace(ancestors_BTU=window.beside(tree.ancestors_BTU))
                 # Every node needs a slot of its own, also those beside the path that is accepted.
-                gamma_B = jnp.where(n_B + drafted <= slots, gamma_B, 0)
+                gamma_B = jnp.where(n_B + (drafted + self.drafter.window(gamma)) <= slots, gamma_B, 0)
             live_BJ = topology.depth_BJ <= gamma_B[:, None]
             drafts = Drafts(proposal.tokens_BJ, proposal.q_BJV, topology, live_BJ)
 
@@ -177,11 +182,18 @@ class Decoder:
         tokens_BT = jnp.concatenate([pending_B1, drafts.tokens_BJ], axis=1)
         positions_BT = n_B[:, None] - 1 + node_depths(drafts)
         positions_BT = jnp.where(active_B[:, None] & nodes_fed(drafts), positions_BT, slots)
+        if window is not None:
+            tokens_BT, positions_BT = window.feed(tokens_BT, positions_BT, n_B - 1, gamma_B > 0, slots)
         output = model(tokens_BT, positions_BT, state.target, tree, self._taps)
 
         desync_B = state.target.length_B != n_B - 1
-        round_ = Round(output.hidden_BTD, drafts, active_B, uniforms, desync_B)
-        judged = judge(model, context, round_, self.law, self.valid_vocab, gamma)
+        hidden_BTD = output.hidden_BTD if window is None else window.keep(output.hidden_BTD, 1 + drafted)
+        logits_BTV = model.logits(hidden_BTD)  # one product for both: its weights are a large part of a small model
+        if window is not None:
+            logits_BTV, logits_BCV = logits_BTV[:, : 1 + drafted], logits_BTV[:, 1 + drafted :]
+            shown = Shown(window.choices(logits_BCV, n_B, state.rows, self.valid_vocab), gamma_B > 0)
+        round_ = Round(logits_BTV, drafts, active_B, uniforms, desync_B, shown)
+        judged = judge(context, round_, self.law, self.valid_vocab, gamma)
         cache = output.cache
         if tree is not None:
             cache = compact(cache, n_B - 1, judged.path_BD, judged.n_accepted_B)
@@ -237,7 +249,7 @@ class Decoder:
         )
         cached_B = jnp.where(committing_B, length_B - 1, state.target.length_B)
         after = before._replace(tokens_BS=tokens_BS, length_B=length_B)
-        seen = Seen(judged.n_accepted_B, features_BTX)
+        seen = Seen(judged.n_accepted_B, features_BTX, round_.shown)
         drafter = self.drafter.commit(params.drafter, model, state.drafter, before, after, seen, depth)
         state = state._replace(
             tokens_BS=tokens_BS,

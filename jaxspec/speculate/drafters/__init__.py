@@ -8,6 +8,7 @@ from jaxspec.model.llama import Llama
 from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.state import Context
 from jaxspec.speculate.topology import Topology
+from jaxspec.speculate.window import Shown, Window
 
 Features = Literal["hidden"] | tuple[int, ...] | None
 
@@ -16,24 +17,27 @@ class Proposal(NamedTuple):
     """Drafted tokens of one round.
 
     ``q_BJV``: the final laws that they were drawn from; None: not drawn at all. ``topology``: None for a chain.
-    ``levels_B``: int32, how deep each row's drafts go; None: as deep as was asked.
+    ``levels_B``: int32, how deep each row's drafts go; None: as deep as was asked. ``window``: nodes to be fed beside a
+    tree, in the rows that draft.
     """
 
     tokens_BJ: jax.Array
     q_BJV: jax.Array | None = None
     topology: Topology | None = None
     levels_B: jax.Array | None = None
+    window: Window | None = None
 
 
 class Seen(NamedTuple):
-    """What the target showed of a round, to a drafter that wants features.
+    """What the target showed of a round, to a drafter that wants features or has a window.
 
     ``features_BTX`` [B, D + 1, X]: row i is that of the accepted node at depth i, the root first; rows past
-    ``n_accepted_B`` mean nothing. None for a drafter without features.
+    ``n_accepted_B`` mean nothing. None for a drafter without features. ``window``: None where none was proposed.
     """
 
     n_accepted_B: jax.Array
     features_BTX: jax.Array | None
+    window: Shown | None = None
 
 
 class Drafter(Protocol):
@@ -60,6 +64,10 @@ class Drafter(Protocol):
 
     def drafts(self, gamma: int) -> int:
         """J, nodes that ``propose`` gives when asked for ``gamma`` levels; 0 for 0."""
+        ...
+
+    def window(self, gamma: int) -> int:
+        """X, nodes that such a proposal has fed beside the drafts; 0 for 0."""
         ...
 
     def init(self, rows: int, slots: int) -> Any:
@@ -127,6 +135,9 @@ class Blind:
 
     def drafts(self, gamma: int) -> int:
         return gamma
+
+    def window(self, gamma: int) -> int:
+        return 0
 
     def prefill(self, params: Any, state: Any, context: Context, start: jax.Array, chunk: int) -> Any:
         return state

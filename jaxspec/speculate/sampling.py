@@ -76,13 +76,13 @@ def first_argmax(logits_BJV: jax.Array) -> jax.Array:
 
     Blocks first, then the ids of one block: XLA on CPU vectorises a maximum, but not an argmax over the vocabulary.
     """
-    logits_BJRC = _blocks(logits_BJV, -jnp.inf)
+    logits_BJRC = blocks(logits_BJV, -jnp.inf)
     block_BJ = jnp.argmax(jnp.max(logits_BJRC, axis=-1), axis=-1).astype(jnp.int32)
     inner_BJC = jnp.take_along_axis(logits_BJRC, block_BJ[:, :, None, None], axis=2)[:, :, 0]
     return block_BJ * BLOCK + jnp.argmax(inner_BJC, axis=-1).astype(jnp.int32)
 
 
-def _blocks(x: jax.Array, fill: float) -> jax.Array:
+def blocks(x: jax.Array, fill: float) -> jax.Array:
     """[.., V] as [.., R, BLOCK], the last block filled up."""
     short = -x.shape[-1] % BLOCK
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)], constant_values=fill).reshape(*x.shape[:-1], -1, BLOCK)
@@ -256,25 +256,28 @@ def draw(weights_BV: jax.Array, u_B: jax.Array) -> jax.Array:
     past a cumulative sum, and sums of prefixes need not grow in step with the weights, so only positive weights count.
     With float32 uniforms (24 bits) a chance is exact to about 1e-7 of the mass. Every row needs a positive mass.
     """
-    weights_BRC = _blocks(weights_BV, 0)
+    weights_BRC = blocks(weights_BV, 0)
     mass_BR = jnp.sum(weights_BRC, axis=-1)
     upto_BR = jnp.cumsum(mass_BR, axis=-1)
     point_B = u_B.astype(weights_BV.dtype) * upto_BR[:, -1]
-    block_B = _first_past(mass_BR, upto_BR, point_B)
+    block_B = first_past(mass_BR, upto_BR, point_B)
     before_BR = upto_BR - mass_BR
     rest_B = point_B - jnp.take_along_axis(before_BR, block_B[:, None], axis=-1)[:, 0]
     inner_BC = jax.vmap(lambda weights_RC, block: weights_RC[block])(weights_BRC, block_B)
-    return block_B * BLOCK + _first_past(inner_BC, jnp.cumsum(inner_BC, axis=-1), rest_B)
+    return block_B * BLOCK + first_past(inner_BC, jnp.cumsum(inner_BC, axis=-1), rest_B)
 
 
-def _first_past(weights_BC: jax.Array, upto_BC: jax.Array, point_B: jax.Array) -> jax.Array:
-    """The first positive weight whose cumulative sum exceeds the point, else the last positive weight."""
-    width = weights_BC.shape[-1]
-    ids_BC = jnp.broadcast_to(lax.iota(jnp.int32, width)[None, :], weights_BC.shape)
-    positive_BC = weights_BC > 0
-    first_B = jnp.min(jnp.where(positive_BC & (upto_BC > point_B[:, None]), ids_BC, width), axis=-1)
-    last_B = jnp.max(jnp.where(positive_BC, ids_BC, 0), axis=-1)
-    return jnp.minimum(first_B, last_B)
+def first_past(weights_XC: jax.Array, upto_XC: jax.Array, point_X: jax.Array) -> jax.Array:
+    """The first positive weight whose cumulative sum exceeds the point, else the last positive weight, else 0.
+
+    Over the last axis, whatever the axes before it.
+    """
+    width = weights_XC.shape[-1]
+    ids_XC = lax.broadcasted_iota(jnp.int32, weights_XC.shape, weights_XC.ndim - 1)
+    positive_XC = weights_XC > 0
+    first_X = jnp.min(jnp.where(positive_XC & (upto_XC > point_X[..., None]), ids_XC, width), axis=-1)
+    last_X = jnp.max(jnp.where(positive_XC, ids_XC, 0), axis=-1)
+    return jnp.minimum(first_X, last_X)
 
 
 def round_uniforms(seed_B2: jax.Array, length_B: jax.Array, drafts: int) -> Uniforms:

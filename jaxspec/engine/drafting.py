@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import jax
@@ -231,7 +231,7 @@ def _sample(speculation: SpeculationConfig, default: Sample) -> Sample:
 
 
 def _medusa_sample(speculation: SpeculationConfig) -> Sample:
-    # Drawn trees accept ...: docs/decisions/medusa-draws.md. Under the coupled law candidates are chosen with its noise.
+    # docs/decisions/medusa-draws.md has the numbers. Under the coupled law candidates are chosen with its noise.
     return _sample(speculation, "probabilistic" if speculation.rejection_sample_method == "coupled" else "greedy")
 
 

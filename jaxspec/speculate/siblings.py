@@ -25,7 +25,7 @@ def draw_siblings(q_BDV: jax.Array, parents: Sequence[int], depths: Sequence[int
     token left, the draft is an id of q = 0, which no law lets stand.
     """
     size = sizes(q_BDV=q_BDV, uniform_BJ=uniform_BJ)
-    rows, vocab = size["B"], size["V"]
+    rows = size["B"]
     children: dict[int, list[int]] = {}
     for j, parent in enumerate(parents):
         children.setdefault(parent, []).append(j)

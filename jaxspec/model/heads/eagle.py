@@ -127,7 +127,7 @@ class EagleHead(nnx.Module):
         return x_BTD if self.fc_bias is None else self.fc_bias.add(x_BTD)
 
     def logits(self, hidden_BTD: jax.Array, target: TargetTables) -> jax.Array:
-        """float32 logits over the *draft* vocabulary, whole on every device. EAGLE-1's is the target's until trimmed."""
+        """float32 logits over the *draft* vocabulary, whole on every device; the target's without an LM head."""
         if self.norm is not None:
             hidden_BTD = self.norm(hidden_BTD)
         if self.lm_head is None:

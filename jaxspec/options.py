@@ -191,7 +191,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--draft-sample-method",
         "draft_sample_method",
-        "how drafts are chosen when sampling: the likeliest, or drawn; default drawn for chains, greedy for trees",
+        "how drafts are chosen when sampling: the likeliest, or drawn; default drawn, greedy for EAGLE's trees",
         choices=DRAFT_SAMPLE_METHODS,
     )
     flag("--tree-choices", "tree_choices", "medusa's tree: 4,2,1 or [[0],[1],[0,0]]; several with ;", metavar="TREE")

@@ -19,7 +19,6 @@ import numpy as np
 from jaxspec.engine.params import DRAFT_VOCAB_MIN
 from jaxspec.errors import UserError
 from jaxspec.model.heads.config import HeadsConfig
-from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.llama import ModelDef, define
 from jaxspec.model.params import param_specs
 from jaxspec.speculate.drafters.linear import TRIMMED_HEAD, TRIMMED_PLACE, LinearDrafter
@@ -62,32 +61,22 @@ def trim_vocab(
 
 @dataclasses.dataclass(frozen=True)
 class TrimmedHeads:
-    """Heads that say some ids alone: ``config`` as they are then, ``target_ids_N`` which ids of the target they say."""
+    """Heads that say some ids alone. ``config``: theirs from then on; ``ids_N``: the ids, as the target numbers them;
+    ``rows_N``: their rows in the LM head."""
 
     config: HeadsConfig
-    target_ids_N: np.ndarray
-
-    @property
-    def borrows(self) -> bool:
-        """Whether the rows are those of the target's LM head, which the heads share."""
-        specs = heads_param_specs(self.config)
-        return "lm_head" in specs and self.config.method != "eagle3"
+    ids_N: np.ndarray
+    rows_N: np.ndarray
 
     def params(
         self, own: Mapping[str, jax.Array], target: Mapping[str, jax.Array], model: ModelDef
     ) -> dict[str, jax.Array]:
-        """The trimmed parameters of heads ``own`` on the target ``model`` with parameters ``target``."""
-        ids_N = self.target_ids_N
-        trimmed = dict(own)
-        if self.borrows:
-            trimmed["lm_head"] = _rows(target[_head_name(model)], ids_N, model)
-        else:
-            rows_N = ids_N
-            if "target_ids" in own:
-                rows_N = np.argsort(np.asarray(own["target_ids"]))
-                rows_N = rows_N[np.searchsorted(np.asarray(own["target_ids"])[rows_N], ids_N)]
-            trimmed |= {name: _rows(x, rows_N, model) for name, x in own.items() if name.endswith("lm_head")}
-        trimmed["target_ids"] = jax.device_put(jnp.asarray(ids_N, jnp.int32), model.sharding.replicated)
+        """From the heads' own parameters and those of the target ``model``. Heads without an LM head of their own get
+        the rows of the target's."""
+        names = [name for name in own if name.endswith("lm_head")]
+        heads = {name: own[name] for name in names} or {"lm_head": target[_head_name(model)]}
+        trimmed = dict(own) | {name: _rows(head_VD, self.rows_N, model) for name, head_VD in heads.items()}
+        trimmed["target_ids"] = jax.device_put(jnp.asarray(self.ids_N, jnp.int32), model.sharding.replicated)
         return trimmed
 
 
@@ -107,8 +96,10 @@ def trim_heads(
     if size == known:
         return None
     first = range(size) if own_ids is None else sorted(own_ids)[:size]
-    ids_N = np.sort(np.array(first if listed is None else listed, np.int32))
-    return TrimmedHeads(dataclasses.replace(config, draft_vocab_size=size), ids_N)
+    ids = sorted(first if listed is None else listed)
+    row_of = {token_id: row for row, token_id in enumerate(own_ids or ())}
+    rows = ids if own_ids is None else [row_of[token_id] for token_id in ids]
+    return TrimmedHeads(dataclasses.replace(config, draft_vocab_size=size), np.array(ids), np.array(rows))
 
 
 def _head_name(model: ModelDef) -> str:

@@ -204,7 +204,7 @@ def _heads(speculation: SpeculationConfig, target: Target, folder: str | Path, m
             config, trim = trimmed.config, partial(trimmed.params, model=model)
             definition = define_heads(config, model.sharding, model.dtype, model.cache_dtype)
     if isinstance(config, MedusaConfig):
-        tree, sample = _medusa_tree(speculation, config), _medusa_sample(speculation)
+        tree, sample = _medusa_tree(speculation, config), _sample(speculation, "probabilistic")
         drafter, gammas = MedusaDrafter(definition, tree, target.valid_vocab, sample), (0, tree.depth)
         context, notes = target.checkpoint.config.max_position_embeddings, ()
     else:
@@ -228,11 +228,6 @@ def _heads(speculation: SpeculationConfig, target: Target, folder: str | Path, m
 
 def _sample(speculation: SpeculationConfig, default: Sample) -> Sample:
     return default if speculation.draft_sample_method is None else cast(Sample, speculation.draft_sample_method)
-
-
-def _medusa_sample(speculation: SpeculationConfig) -> Sample:
-    # docs/decisions/medusa-draws.md has the numbers. Under the coupled law candidates are chosen with its noise.
-    return _sample(speculation, "probabilistic" if speculation.rejection_sample_method == "coupled" else "greedy")
 
 
 def check_heads(target: Checkpoint[LlamaConfig], heads: Checkpoint[HeadsConfig], method: str) -> None:

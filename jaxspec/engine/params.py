@@ -197,7 +197,7 @@ class SpeculationConfig:
     # How many ids a draft model or heads may say, 65 to their vocabulary; None: all. draft_vocab.py: which ones.
     draft_vocab_size: int | None = None
     # How a draft model or heads choose when sampling: greedy, the likeliest, or probabilistic, drawn from their law.
-    # None: chains are drawn, medusa's trees ... ; EAGLE's trees are greedy.
+    # None: chains and medusa's trees are drawn, EAGLE's trees greedy (they can be nothing else).
     draft_sample_method: str | None = None
     tree_choices: Any = None  # medusa: a static tree, see jaxspec.speculate.tree.parse_tree_choices; None: a default
     tree_topk: int = 4  # eagle, eagle3: children per node of a dynamic tree, 1..63; 1: a chain, drawn when sampling

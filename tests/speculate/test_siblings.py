@@ -85,7 +85,7 @@ def judged(law: str, cases: list[Case], dtype: str) -> list[float]:
     with jax.enable_x64(dtype == "float64"):
         verdict = enumeration.evaluate(LAWS[law], batch, drawn=True, dtype=dtype, depth=DEPTH)
     results = enumeration.committed(cases, batch, owner, verdict, VOCAB, whole_path=law == "token")
-    assert all(result.accepted > 0.2 for result in results)
+    assert max(result.accepted for result in results) > 0.5
     pairs = zip(cases, results, strict=True)
     return [oracle.distance(result.joint(case.p), oracle.plain_law(case.p)) for case, result in pairs]
 

@@ -49,7 +49,7 @@ class EagleDrafter(Blind):
     tree: DynamicTree | None
     levels: tuple[int, ...]
     valid_vocab: int
-    sample: Sample = "probabilistic"
+    sample: Sample
 
     @property
     def config(self) -> EagleConfig:

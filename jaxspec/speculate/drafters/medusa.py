@@ -46,7 +46,7 @@ class MedusaDrafter(Blind):
     heads: HeadsDef
     tree: StaticTree
     valid_vocab: int
-    sample: Sample = "greedy"
+    sample: Sample
 
     @property
     def features(self) -> Features:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxspec.engine.params import (
+    DRAFT_SAMPLE_METHODS,
     HEADS_METHODS,
     METHODS,
     REJECTION_SAMPLE_METHODS,
@@ -183,9 +184,15 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--draft-vocab-size",
         "draft_vocab_size",
-        "ids that the draft model may say, the most frequent ones; default all",
+        "ids that the draft model or the heads may say, the most frequent ones; default all",
         type=int,
         metavar="N",
+    )
+    flag(
+        "--draft-sample-method",
+        "draft_sample_method",
+        "how drafts are chosen when sampling: the likeliest, or drawn; default drawn, greedy for EAGLE's trees",
+        choices=DRAFT_SAMPLE_METHODS,
     )
     flag("--tree-choices", "tree_choices", "medusa's tree: 4,2,1 or [[0],[1],[0,0]]; several with ;", metavar="TREE")
     flag(

@@ -1,13 +1,14 @@
-"""A draft model whose head is trimmed to the ids that it may say.
+"""A draft model, or heads, whose LM head is trimmed to the ids that it may say.
 
 Most of a small draft's time goes into the product with its head, whose rows are all ids of a large vocabulary. Rare ids
-are rarely right, so leaving them out costs few accepted tokens. Which ids stay is told by the list DRAFT_VOCAB in the
-draft's folder, most frequent first; without one the first ids stay, since byte-pair encodings number their tokens in
-the order of the merges, which is roughly that of their frequency.
+are rarely right, so leaving them out costs few accepted tokens (FR-Spec, Zhao et al. 2025). Which ids stay is told by
+the list DRAFT_VOCAB in the draft's folder, most frequent first; without one the first ids stay, since byte-pair
+encodings number their tokens in the order of the merges, which is roughly that of their frequency.
 """
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from jaxspec.engine.params import DRAFT_VOCAB_MIN
 from jaxspec.errors import UserError
-from jaxspec.model.llama import define
+from jaxspec.model.heads.config import HeadsConfig
+from jaxspec.model.llama import ModelDef, define
 from jaxspec.model.params import param_specs
 from jaxspec.speculate.drafters.linear import TRIMMED_HEAD, TRIMMED_PLACE, LinearDrafter
 from jaxspec.speculate.state import STOP_IDS
@@ -41,11 +43,9 @@ def trim_vocab(
     listed = _read_list(folder / DRAFT_VOCAB, size, known)
     ids_N = np.arange(size, dtype=np.int32) if listed is None else np.array(listed, np.int32)
 
-    name = "embed" if model.config.tie_word_embeddings else "lm_head"
-    axes, (_, width) = param_specs(model.config)[name].axes, params[name].shape
-    out = model.sharding.named(axes, (size, width))
+    name = _head_name(model)
     trimmed = dict(params)
-    trimmed[TRIMMED_HEAD] = jax.jit(lambda head_VD: head_VD[ids_N], out_shardings=out)(params[name])
+    trimmed[TRIMMED_HEAD] = _rows(params[name], ids_N, model)
     if listed is not None:
         place_V = np.full((drafter.vocab,), size, np.int32)
         place_V[ids_N] = np.arange(size)
@@ -59,8 +59,64 @@ def trim_vocab(
     return dataclasses.replace(drafter, model=model, trimmed=kind), trimmed
 
 
-def _read_list(path: Path, size: int, known: int) -> list[int] | None:
-    """The first ``size`` ids of the list, or None without a file. Raises UserError naming what is wrong with it."""
+@dataclasses.dataclass(frozen=True)
+class TrimmedHeads:
+    """Heads that say some ids alone. ``config``: theirs from then on; ``ids_N``: the ids, as the target numbers them;
+    ``rows_N``: their rows in the LM head."""
+
+    config: HeadsConfig
+    ids_N: np.ndarray
+    rows_N: np.ndarray
+
+    def params(
+        self, own: Mapping[str, jax.Array], target: Mapping[str, jax.Array], model: ModelDef
+    ) -> dict[str, jax.Array]:
+        """From the heads' own parameters and those of the target ``model``. Heads without an LM head of their own get
+        the rows of the target's."""
+        names = [name for name in own if name.endswith("lm_head")]
+        heads = {name: own[name] for name in names} or {"lm_head": target[_head_name(model)]}
+        trimmed = dict(own) | {name: _rows(head_VD, self.rows_N, model) for name, head_VD in heads.items()}
+        trimmed["target_ids"] = jax.device_put(jnp.asarray(self.ids_N, jnp.int32), model.sharding.replicated)
+        return trimmed
+
+
+def trim_heads(
+    config: HeadsConfig, own_ids: Sequence[int] | None, folder: Path, size: int, valid_vocab: int
+) -> TrimmedHeads | None:
+    """Heads that say the ``size`` most frequent ids alone; None where those are all that they say anyway.
+
+    ``own_ids``: the ids of a head that has a vocabulary of its own (EAGLE-3); the most frequent ones of those stay.
+    Raises UserError for a size or a list that is wrong.
+    """
+    known = config.vocab_size if own_ids is None else len(own_ids)
+    limit = min(known, valid_vocab)
+    if size > limit:
+        raise UserError(f"draft_vocab_size: expected at most {limit}, the ids that heads and target know, got {size}")
+    listed = _read_list(folder / DRAFT_VOCAB, size, valid_vocab, own_ids)
+    if size == known:
+        return None
+    first = range(size) if own_ids is None else sorted(own_ids)[:size]
+    ids = sorted(first if listed is None else listed)
+    row_of = {token_id: row for row, token_id in enumerate(own_ids or ())}
+    rows = ids if own_ids is None else [row_of[token_id] for token_id in ids]
+    return TrimmedHeads(dataclasses.replace(config, draft_vocab_size=size), np.array(ids), np.array(rows))
+
+
+def _head_name(model: ModelDef) -> str:
+    return "embed" if model.config.tie_word_embeddings else "lm_head"
+
+
+def _rows(head_VD: jax.Array, ids_N: np.ndarray, model: ModelDef) -> jax.Array:
+    """Rows of an LM head, sharded as it is."""
+    out = model.sharding.named(param_specs(model.config)["embed"].axes, (len(ids_N), head_VD.shape[1]))
+    return jax.jit(lambda head_VD: head_VD[ids_N], out_shardings=out)(head_VD)
+
+
+def _read_list(path: Path, size: int, known: int, own_ids: Sequence[int] | None = None) -> list[int] | None:
+    """The first ``size`` ids of the list, or None without a file. Raises UserError naming what is wrong with it.
+
+    ``own_ids``: others are passed over.
+    """
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -78,6 +134,8 @@ def _read_list(path: Path, size: int, known: int) -> list[int] | None:
         raise UserError(f"{path}: expected ids from 0 to {known - 1}, got {wrong[0]} ({len(wrong)} such)")
     if len(set(ids)) < len(ids):
         raise UserError(f"{path}: expected each id once, got {len(ids) - len(set(ids))} repetitions")
+    if own_ids is not None:
+        ids = [token_id for token_id in ids if token_id in set(own_ids)]
     if len(ids) < size:
         raise UserError(f"{path}: expected at least draft_vocab_size={size} ids, got {len(ids)}")
     return ids[:size]

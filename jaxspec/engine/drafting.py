@@ -1,14 +1,17 @@
 """From speculation options to a drafter with its parameters: a draft model or heads must fit their target."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.checkpoint import Checkpoint, heads_misfits, open_checkpoint, open_heads, restore_params
-from jaxspec.engine.draft_vocab import trim_vocab
+from jaxspec.engine.draft_vocab import trim_heads, trim_vocab
 from jaxspec.engine.params import HEADS_METHODS, SpeculationConfig
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
@@ -17,6 +20,7 @@ from jaxspec.model.heads.definition import define_heads
 from jaxspec.model.llama import ModelDef, define
 from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
 from jaxspec.speculate.drafters import Drafter
+from jaxspec.speculate.drafters.chain import Sample
 from jaxspec.speculate.drafters.eagle import EagleDrafter
 from jaxspec.speculate.drafters.hybrid import HybridDrafter
 from jaxspec.speculate.drafters.linear import LinearDrafter
@@ -43,13 +47,21 @@ class Target(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A drafter and how it is run. ``context``: tokens that it can follow. ``gammas``: depths compiled for it."""
+    """A drafter and how it is run. ``context``: tokens that it can follow. ``gammas``: depths compiled for it.
+
+    ``trim``: from its own parameters and the target's to those it runs on; None: its own as they are.
+    """
 
     drafter: Drafter
-    params: dict[str, jax.Array]
+    own_params: dict[str, jax.Array]
     context: int
     gammas: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    trim: Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], dict[str, jax.Array]] | None = None
+
+    def params(self, target: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What the drafter runs on, beside a target with these parameters."""
+        return self.own_params if self.trim is None else self.trim(self.own_params, target)
 
 
 def make_drafting(
@@ -71,8 +83,9 @@ def make_drafting(
         notes.append(f"draft {draft}: ignored by method {method}")
     if heads is not None and method not in (*HEADS_METHODS, "hybrid"):
         notes.append(f"heads {heads}: ignored by method {method}")
-    if speculation.draft_vocab_size is not None and (draft is None or method not in ("draft_model", "hybrid")):
-        notes.append("draft_vocab_size: ignored without a draft model")
+    if not (speculation.takes_draft or speculation.takes_heads) and method != "hybrid":
+        unused = ("draft_vocab_size", "draft_sample_method")
+        notes += [f"{name}: ignored by method {method}" for name in unused if getattr(speculation, name) is not None]
     if method == "draft_model":
         if draft is None:
             raise UserError("draft: method draft_model needs a draft checkpoint, got none")
@@ -144,7 +157,8 @@ def _draft_model(speculation: SpeculationConfig, target: Target, folder: str | P
     check_pair(target.checkpoint, draft)
     model = define(draft.config, target.model.sharding, target.model.dtype, target.model.cache_dtype)
     params = restore_params(draft, model.shardings(), target.model.dtype)
-    drafter = LinearDrafter(model, target.checkpoint.config.vocab_size, target.valid_vocab)
+    vocab = target.checkpoint.config.vocab_size
+    drafter = LinearDrafter(model, vocab, target.valid_vocab, sample=_sample(speculation, "probabilistic"))
     if speculation.draft_vocab_size is not None:
         drafter, params = trim_vocab(drafter, params, draft.path, speculation.draft_vocab_size)
     limit = draft.config.max_position_embeddings
@@ -187,23 +201,40 @@ def _heads(speculation: SpeculationConfig, target: Target, folder: str | Path, m
     check_heads(target.checkpoint, heads, method)
     config, model = heads.config, target.model
     definition = define_heads(config, model.sharding, model.dtype, model.cache_dtype)
+    # Ids of a reduced vocabulary stay integers.
+    params = restore_params(heads, definition.shardings(), jnp.dtype(model.dtype))
+    trim = None
+    if speculation.draft_vocab_size is not None:
+        own_ids = np.asarray(params["target_ids"]).tolist() if "target_ids" in params else None
+        trimmed = trim_heads(config, own_ids, heads.path, speculation.draft_vocab_size, target.valid_vocab)
+        if trimmed is not None:
+            config, trim = trimmed.config, partial(trimmed.params, model=model)
+            definition = define_heads(config, model.sharding, model.dtype, model.cache_dtype)
     if isinstance(config, MedusaConfig):
-        tree = _medusa_tree(speculation, config)
-        drafter, gammas = MedusaDrafter(definition, tree, target.valid_vocab), (0, tree.depth)
+        tree, sample = _medusa_tree(speculation, config), _sample(speculation, "probabilistic")
+        drafter, gammas = MedusaDrafter(definition, tree, target.valid_vocab, sample), (0, tree.depth)
         context, notes = target.checkpoint.config.max_position_embeddings, ()
     else:
         tree = _eagle_tree(speculation, config)
         levels = resolved_aux_layers(config, model.config.num_layers) if config.method == "eagle3" else ()
-        drafter = EagleDrafter(definition, tree, levels, target.valid_vocab)
+        sample = _sample(speculation, "probabilistic" if tree is None else "greedy")
+        if tree is not None and sample != "greedy":
+            raise UserError(
+                "draft_sample_method: expected greedy, because EAGLE's tree keeps its likeliest nodes and drawn ones "
+                "would bias the law (tree_topk=1 is a chain, which can be drawn), got probabilistic"
+            )
+        drafter = EagleDrafter(definition, tree, levels, target.valid_vocab, sample)
         # A tree has one size: a row that drafts fewer levels leaves the lower ones unused.
         gammas = GAMMA_BUCKETS if tree is None else (0, tree.depth)
         context = config.max_position_embeddings
         notes = _short_context(f"heads {folder}", context, max_len)
     if heads.manifest.tokenizer_fingerprint is None and target.checkpoint.manifest.tokenizer_fingerprint is not None:
         notes = (*notes, f"heads {folder}: converted without a target: whether they know its tokenizer is not known")
-    # Ids of a reduced vocabulary stay integers.
-    params = restore_params(heads, definition.shardings(), jnp.dtype(model.dtype))
-    return Drafting(drafter, params, context, gammas, notes)
+    return Drafting(drafter, params, context, gammas, notes, trim)
+
+
+def _sample(speculation: SpeculationConfig, default: Sample) -> Sample:
+    return default if speculation.draft_sample_method is None else cast(Sample, speculation.draft_sample_method)
 
 
 def check_heads(target: Checkpoint[LlamaConfig], heads: Checkpoint[HeadsConfig], method: str) -> None:

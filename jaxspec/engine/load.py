@@ -78,7 +78,8 @@ def load(
     model = define(checkpoint.config, sharding, jnp.dtype(dtype), cache_dtype)
     drafting = make_drafting(speculation, Target(checkpoint, model, valid_vocab), draft, heads, max_len)
     decoder = Decoder(model, drafting.drafter, valid_vocab, cast(Law, speculation.rejection_sample_method))
-    params = Params(restore_params(checkpoint, model.shardings(), jnp.dtype(dtype)), drafting.params)
+    target_params = restore_params(checkpoint, model.shardings(), jnp.dtype(dtype))
+    params = Params(target_params, drafting.params(target_params))
     shapes = Shapes.of(max_slots, max_len, drafting.gammas[-1], gammas=drafting.gammas)
     notes = (*drafting.notes, *replicated(model, sharding))
     for note in notes:

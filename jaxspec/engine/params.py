@@ -27,6 +27,7 @@ DRAFT_VOCAB_MIN: Final = 65  # more than the stop ids of a row, so that banning 
 HEADS_METHODS: Final = ("medusa", "eagle", "eagle3")
 METHODS: Final = ("ngram", "draft_model", *HEADS_METHODS, "lookahead", "hybrid", "none")
 REJECTION_SAMPLE_METHODS: Final = ("token", "block", "coupled")
+DRAFT_SAMPLE_METHODS: Final = ("greedy", "probabilistic")
 
 BEAM_SEARCH_KEYS: Final = frozenset({"num_beams", "beam_width", "beam_size", "use_beam_search", "best_of"})
 BEAM_SEARCH_REASON: Final = (
@@ -193,8 +194,11 @@ class SpeculationConfig:
     rejection_sample_method: str = "block"  # docs/laws.md says what each guarantees
     model: str | None = None  # folder of the draft checkpoint, or of the heads where ``heads`` is not given
     heads: str | None = None  # folder of converted speculative heads: medusa, eagle, eagle3
-    # draft_model, hybrid: how many ids the draft may say, 65 to its vocabulary; None: all. draft_vocab.py: which ones.
+    # How many ids a draft model or heads may say, 65 to their vocabulary; None: all. draft_vocab.py: which ones.
     draft_vocab_size: int | None = None
+    # How a draft model or heads choose when sampling: greedy, the likeliest, or probabilistic, drawn from their law.
+    # None: chains and medusa's trees are drawn, EAGLE's trees greedy (they can be nothing else).
+    draft_sample_method: str | None = None
     tree_choices: Any = None  # medusa: a static tree, see jaxspec.speculate.tree.parse_tree_choices; None: a default
     tree_topk: int = 4  # eagle, eagle3: children per node of a dynamic tree, 1..63; 1: a chain, drawn when sampling
     tree_depth: int | None = None  # eagle, eagle3: levels of the tree, 1..8; None: 5, or fewer if fewer are drafted
@@ -211,6 +215,9 @@ class SpeculationConfig:
                 f"rejection_sample_method: expected {', '.join(REJECTION_SAMPLE_METHODS)}, "
                 f"got {self.rejection_sample_method!r}"
             )
+        if self.draft_sample_method not in (None, *DRAFT_SAMPLE_METHODS):
+            expected = " or ".join(DRAFT_SAMPLE_METHODS)
+            raise UserError(f"draft_sample_method: expected {expected}, got {self.draft_sample_method!r}")
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, GAMMA_MAX, f"an integer in 0..{GAMMA_MAX}")
         _check_int(
             "prompt_lookup_max", self.prompt_lookup_max, 1, PROMPT_LOOKUP_MAX, f"an integer in 1..{PROMPT_LOOKUP_MAX}"

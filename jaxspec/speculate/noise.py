@@ -96,8 +96,11 @@ class Draws:
         """One token per row from q, i32. Uncoupled, the offset's uniform of the round inverts the cumulative sum."""
         if self.coupled:
             return coupled_choice(q_BV[:, None], self.seed_B2, (self.length_B + offset)[:, None])[:, 0]
-        draft_BJ = round_uniforms(self.seed_B2, self.length_B, NODES_MAX - 1).draft_BJ
-        return draw(q_BV, lax.dynamic_index_in_dim(draft_BJ, offset, axis=1, keepdims=False))
+        return draw(q_BV, lax.dynamic_index_in_dim(self.uniforms(), offset, axis=1, keepdims=False))
+
+    def uniforms(self, drafts: int = NODES_MAX - 1) -> jax.Array:
+        """f32 [B, drafts], the round's own numbers for drawing, one per draft, independent of each other."""
+        return round_uniforms(self.seed_B2, self.length_B, drafts).draft_BJ
 
     def pick_distinct(
         self, q_BV: jax.Array, count: int, offset: jax.Array | int, node: jax.Array | int = 0

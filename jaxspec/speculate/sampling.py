@@ -260,21 +260,24 @@ def draw(weights_BV: jax.Array, u_B: jax.Array) -> jax.Array:
     mass_BR = jnp.sum(weights_BRC, axis=-1)
     upto_BR = jnp.cumsum(mass_BR, axis=-1)
     point_B = u_B.astype(weights_BV.dtype) * upto_BR[:, -1]
-    block_B = _first_past(mass_BR, upto_BR, point_B)
+    block_B = first_past(mass_BR, upto_BR, point_B)
     before_BR = upto_BR - mass_BR
     rest_B = point_B - jnp.take_along_axis(before_BR, block_B[:, None], axis=-1)[:, 0]
     inner_BC = jax.vmap(lambda weights_RC, block: weights_RC[block])(weights_BRC, block_B)
-    return block_B * BLOCK + _first_past(inner_BC, jnp.cumsum(inner_BC, axis=-1), rest_B)
+    return block_B * BLOCK + first_past(inner_BC, jnp.cumsum(inner_BC, axis=-1), rest_B)
 
 
-def _first_past(weights_BC: jax.Array, upto_BC: jax.Array, point_B: jax.Array) -> jax.Array:
-    """The first positive weight whose cumulative sum exceeds the point, else the last positive weight."""
-    width = weights_BC.shape[-1]
-    ids_BC = jnp.broadcast_to(lax.iota(jnp.int32, width)[None, :], weights_BC.shape)
-    positive_BC = weights_BC > 0
-    first_B = jnp.min(jnp.where(positive_BC & (upto_BC > point_B[:, None]), ids_BC, width), axis=-1)
-    last_B = jnp.max(jnp.where(positive_BC, ids_BC, 0), axis=-1)
-    return jnp.minimum(first_B, last_B)
+def first_past(weights_XC: jax.Array, upto_XC: jax.Array, point_X: jax.Array) -> jax.Array:
+    """The first positive weight whose cumulative sum exceeds the point, else the last positive weight, else 0.
+
+    Over the last axis, whatever the axes before it.
+    """
+    width = weights_XC.shape[-1]
+    ids_XC = lax.broadcasted_iota(jnp.int32, weights_XC.shape, weights_XC.ndim - 1)
+    positive_XC = weights_XC > 0
+    first_X = jnp.min(jnp.where(positive_XC & (upto_XC > point_X[..., None]), ids_XC, width), axis=-1)
+    last_X = jnp.max(jnp.where(positive_XC, ids_XC, 0), axis=-1)
+    return jnp.minimum(first_X, last_X)
 
 
 def round_uniforms(seed_B2: jax.Array, length_B: jax.Array, drafts: int) -> Uniforms:

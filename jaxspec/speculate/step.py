@@ -176,7 +176,7 @@ class Decoder:
                 # Every node needs a slot of its own, also those beside the path that is accepted.
                 gamma_B = jnp.where(n_B + (drafted + self.drafter.window(gamma)) <= slots, gamma_B, 0)
             live_BJ = topology.depth_BJ <= gamma_B[:, None]
-            drafts = Drafts(proposal.tokens_BJ, proposal.q_BJV, topology, live_BJ)
+            drafts = Drafts(proposal.tokens_BJ, proposal.q_BJV, topology, live_BJ, proposal.law_BJ)
 
         pending_B1 = jnp.take_along_axis(state.tokens_BS, jnp.maximum(n_B - 1, 0)[:, None], axis=1)
         tokens_BT = jnp.concatenate([pending_B1, drafts.tokens_BJ], axis=1)

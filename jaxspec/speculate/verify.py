@@ -24,6 +24,8 @@ class Drafts(NamedTuple):
     q_BJV: jax.Array | None
     topology: Topology
     live_BJ: jax.Array  # bool; the parent of a live draft is live
+    # i32, which of the laws draft j was drawn from, where many drafts share few; None: ``q_BJV`` has one per draft.
+    law_BJ: jax.Array | None = None
 
 
 class Verdict(NamedTuple):
@@ -216,7 +218,8 @@ class _Round(NamedTuple):
     """The drafts as the laws look at them."""
 
     p_BTV: jax.Array
-    q_BJV: jax.Array | None
+    q_BXV: jax.Array | None
+    law_BJ: jax.Array  # which of q_BXV
     tokens_BJ: jax.Array
     parent_BJ: jax.Array
     live_BJ: jax.Array
@@ -232,18 +235,23 @@ def _round(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array) -> _Round:
     if p_BTV.shape[:2] != (rows, drafted + 1):
         raise ValueError(f"p_BTV: expected {drafted + 1} nodes of {rows} rows, got shape {p_BTV.shape}")
     p_BJ = jax.vmap(lambda p_TV, parent_J, tokens_J: p_TV[parent_J, tokens_J])(p_BTV, parent_BJ, tokens_BJ)
-    q_BJV, live_BJ = drafts.q_BJV, drafts.live_BJ
-    if q_BJV is None:
+    q_BXV, law_BJ, live_BJ = drafts.q_BJV, drafts.law_BJ, drafts.live_BJ
+    order_J = jnp.arange(drafted)
+    if law_BJ is None:
+        law_BJ = jnp.broadcast_to(order_J[None, :], tokens_BJ.shape)
+    if q_BXV is None:
         q_BJ = jnp.ones_like(p_BJ)
     else:
-        sizes(tokens_BJ=tokens_BJ, q_BJV=q_BJV)
-        q_BJ = jnp.take_along_axis(q_BJV, tokens_BJ[:, :, None], axis=-1)[..., 0].astype(p_BJ.dtype)
+        if drafts.law_BJ is None:
+            sizes(tokens_BJ=tokens_BJ, q_BJV=q_BXV)
+        sizes(p_BTV=p_BTV, q_BXV=q_BXV, law_BJ=law_BJ)
+        at = jax.vmap(lambda q_XV, law_J, tokens_J: q_XV[law_J, tokens_J])
+        q_BJ = at(q_BXV, law_BJ, tokens_BJ).astype(p_BJ.dtype)
         live_BJ = live_BJ & (q_BJ > 0)
-    order_J = jnp.arange(drafted)
     later_JJ = order_J[None, :] > order_J[:, None]
     is_sibling_BJJ = parent_BJ[:, :, None] == parent_BJ[:, None, :]
     followed_BJ = jnp.any(is_sibling_BJJ & later_JJ[None] & live_BJ[:, None, :], axis=-1)
-    return _Round(p_BTV, q_BJV, tokens_BJ, parent_BJ, live_BJ, followed_BJ, p_BJ, q_BJ)
+    return _Round(p_BTV, q_BXV, law_BJ, tokens_BJ, parent_BJ, live_BJ, followed_BJ, p_BJ, q_BJ)
 
 
 def _nothing_drafted(p_BTV: jax.Array, depth: int) -> Verdict:
@@ -265,17 +273,17 @@ def _reject(
 
     Rows that are not to be weighed get mass 1 and laws that are not normalised, which will do for a last draw.
     """
-    if round_.q_BJV is None:
+    if round_.q_BXV is None:
         # q is one-hot: x leaves p. No other token matters.
         kept_B = jnp.maximum(1 - left.a * _at(round_.p_BJ, j_B), 0)
         a_B = jnp.where(kept_B > 0, left.a / jnp.where(kept_B > 0, kept_B, 1), 0)
         return alpha_B * kept_B, left._replace(a=a_B)
-    q_BJV = round_.q_BJV
+    q_BXV = round_.q_BXV
     a_B = alpha_B * left.a
     b_B = alpha_B * left.b + 1 / jnp.where(left.share > 0, left.share, 1)
 
     def weigh() -> tuple[jax.Array, jax.Array]:
-        p_BV, q_BV = _row(round_.p_BTV, node_B), _row(q_BJV, j_B)
+        p_BV, q_BV = _row(round_.p_BTV, node_B), _row(q_BXV, _at(round_.law_BJ, j_B))
         mass_B = jnp.sum(jnp.maximum(a_B[:, None] * p_BV - b_B[:, None] * q_BV, 0), axis=-1)
         # Summed anew: 1 - q(x) would lose what a peaked q leaves.
         tried_BJ = (round_.parent_BJ == node_B[:, None]) & (
@@ -296,8 +304,8 @@ def _last(round_: _Round, node_B: jax.Array, left: _Left) -> jax.Array:
     p_BV = _row(round_.p_BTV, node_B)
     gone_BJ = round_.live_BJ & (round_.parent_BJ == node_B[:, None])
     left_BV = p_BV
-    if round_.q_BJV is not None:
-        q_BV = _row(round_.q_BJV, jnp.argmax(gone_BJ, axis=1))
+    if round_.q_BXV is not None:
+        q_BV = _row(round_.q_BXV, _at(round_.law_BJ, jnp.argmax(gone_BJ, axis=1)))
         left_BV = jnp.maximum(left.a[:, None] * p_BV - left.b[:, None] * q_BV, 0)
     left_BV = _without(left_BV, round_.tokens_BJ, gone_BJ)
     # Empty means p = q: only rounding can reject there, and p itself is the law.

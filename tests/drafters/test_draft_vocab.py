@@ -92,6 +92,34 @@ def test_drafts_are_drawn_from_the_law_over_the_ids_that_stayed(kind, temperatur
     np.testing.assert_allclose(q_BJV[:, 0], expected_BV, atol=1e-5)
 
 
+def test_a_greedy_chain_is_the_likeliest_one_at_any_temperature(checkpoints):
+    """``draft_sample_method``: the tokens of a drawn chain at temperature 0, and no law."""
+    rows, gamma = 5, 3
+    tokens_BS = jnp.asarray(np.random.default_rng(2).integers(0, 490, size=(rows, 61)), jnp.int32)
+    length_B = jnp.array([2, 7, 11, 23, 40], jnp.int32)
+    results = {}
+    for sample, temperature in (("greedy", 0.9), ("probabilistic", 0.0), ("probabilistic", 0.9)):
+        speculation = SpeculationConfig(method="draft_model", draft_sample_method=sample)
+        loaded = load(checkpoints("tiny-llama3"), draft=checkpoints("near"), speculation=speculation, **OPTIONS)
+        decoder, params = loaded.programs.decoder, loaded.programs.params
+        empty = decoder.empty(rows, 61)
+        sampling = empty.rows.sampling._replace(temperature_B=jnp.full((rows,), temperature))
+        context = Context(tokens_BS, length_B, empty.rows._replace(sampling=sampling))
+
+        def draft(context, params=params, decoder=decoder, empty=empty):
+            drafter = decoder.drafter
+            state = drafter.prefill(params.drafter, empty.drafter, context, jnp.int32(0), 64)
+            draws = Draws(context.rows.seed_B2, length_B, coupled=False)
+            target = decoder.target.merge(params.target)
+            return drafter.propose(params.drafter, target, state, context, gamma, draws)[0]
+
+        results[sample, temperature] = jax.jit(draft)(context)
+    found = {case: np.asarray(proposal.tokens_BJ) for case, proposal in results.items()}
+    assert results["greedy", 0.9].q_BJV is None
+    np.testing.assert_array_equal(found["greedy", 0.9], found["probabilistic", 0.0])
+    assert (found["greedy", 0.9] != found["probabilistic", 0.9]).any()
+
+
 @pytest.fixture(scope="module")
 def tied_draft(checkpoints, variant, references) -> Path:
     """A draft without a head of its own."""

@@ -14,7 +14,7 @@ NEAR_TIE = 1e-3  # top-2 logit gap under which float32 passes of different width
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A Hugging Face Llama checkpoint; ``logits`` and ``greedy`` are all it does."""
+    """A Hugging Face Llama checkpoint; ``hidden`` and ``logits`` are all it does."""
 
     folder: Path
 
@@ -32,6 +32,11 @@ class Reference:
 
     def logits(self, tokens_BT) -> np.ndarray:
         """float64 [B, T, V]; what pads the end of a row changes nothing before it."""
+        tied = self.config["tie_word_embeddings"]
+        return self.hidden(tokens_BT) @ self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+
+    def hidden(self, tokens_BT) -> np.ndarray:
+        """float64 [B, T, D] after the final norm."""
         tokens_BT = np.asarray(tokens_BT)
         config, weights = self.config, self.weights
         rows, length = tokens_BT.shape
@@ -68,8 +73,7 @@ class Reference:
             inside = norm(x, f"{layer}.post_attention_layernorm")
             gate = project(inside, "mlp.gate_proj")
             x = x + project(gate / (1 + np.exp(-gate)) * project(inside, "mlp.up_proj"), "mlp.down_proj")
-        head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-        return norm(x, "model.norm") @ weights[head].T
+        return norm(x, "model.norm")
 
     def gap(self, tokens: Sequence[int]) -> float:
         """How far the best next logit is ahead of the second best."""

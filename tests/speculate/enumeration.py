@@ -134,12 +134,16 @@ def most_likely(table, shape, vocab):
 
 
 class Case(NamedTuple):
-    """One shape with its laws. ``q`` None: undrawn drafts, the most likely ids of ``drawn_from``."""
+    """One shape with its laws. ``q`` None: undrawn drafts, the most likely ids of ``drawn_from``.
+
+    ``fillings``: ids [N, J] and their chances [N], where they are not drawn from ``drawn_from`` node by node.
+    """
 
     shape: Shape
     p: list  # dense tables by prefix length
     q: list | None
     drawn_from: list
+    fillings: tuple | None = None
 
 
 def plan(cases, vocab, drafted, rng):
@@ -153,7 +157,9 @@ def plan(cases, vocab, drafted, rng):
         shape = case.shape
         places = np.sort(rng.permutation(drafted)[: len(shape.parents)])
         node_at = np.concatenate([[0], places + 1]).astype(np.int64)
-        if case.q is None:
+        if case.fillings is not None:
+            fillings_NJ, chance_N = case.fillings
+        elif case.q is None:
             fillings_NJ = most_likely(case.drawn_from, shape, vocab)
             chance_N = np.ones(1)
         else:

@@ -18,6 +18,7 @@ class MedusaConfig:
     """M heads on the target's hidden state after its final norm; head i at position t guesses token t + 2 + i.
 
     Each head is ``num_layers`` residual blocks x + silu(Wx + b) and an LM head, its own or the target's.
+    ``draft_vocab_size``: ids that the LM heads know once they were trimmed; None: all.
     """
 
     hidden_size: int  # D
@@ -26,6 +27,7 @@ class MedusaConfig:
     num_layers: int
     own_lm_head: bool
     method: Literal["medusa"] = "medusa"
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, ("hidden_size", "vocab_size", "num_heads"))
@@ -37,9 +39,15 @@ class MedusaConfig:
         if not self.num_layers and not self.own_lm_head:
             raise UserError("num_layers: heads without a residual block and without an LM head are the target's own")
 
+    @property
+    def reduced_vocab(self) -> bool:
+        """Whether draft ids differ from target ids."""
+        return self.draft_vocab_size is not None
+
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping that :func:`heads_config_from_json` takes back unchanged."""
-        return dataclasses.asdict(self)
+        """A plain mapping that :func:`heads_config_from_json` takes back unchanged. Trimmed heads have none."""
+        assert not self.reduced_vocab
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "draft_vocab_size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +70,7 @@ class EagleConfig:
     rope_theta: float
     max_position_embeddings: int
     vocab_size: int  # V, the target's
-    draft_vocab_size: int  # ids that the head's own LM head knows; V for eagle
+    draft_vocab_size: int  # ids that the head's own LM head knows; V for eagle, fewer once it was trimmed
     fc_bias: bool
     own_embed: bool  # False: the target's token table
     norm_before_residual: bool = False  # eagle3: the residual starts from the normed features
@@ -87,21 +95,18 @@ class EagleConfig:
     def _check_eagle1(self) -> None:
         expected = {
             "target_hidden_size": self.hidden_size,
-            "draft_vocab_size": self.vocab_size,
             "norm_before_residual": False,
             "aux_layers": None,
         }
         for name, value in expected.items():
             if getattr(self, name) != value:
                 raise UserError(f"{name}: expected {value} for method eagle, got {getattr(self, name)!r}")
+        self._check_vocab()
 
     def _check_eagle3(self) -> None:
         if self.fc_bias:
             raise UserError("fc_bias: expected false for method eagle3, got true")
-        if self.draft_vocab_size > self.vocab_size:
-            raise UserError(
-                f"draft_vocab_size: expected at most {self.vocab_size} (vocab_size), got {self.draft_vocab_size}"
-            )
+        self._check_vocab()
         if self.target_hidden_size != self.hidden_size and not self.own_embed:
             raise UserError(
                 f"own_embed: the target's embeddings are {self.target_hidden_size} wide, the head is "
@@ -116,6 +121,12 @@ class EagleConfig:
             raise UserError(
                 f"target_hidden_size: {self.num_levels} levels of {self.target_hidden_size} are as wide as the head "
                 f"({self.hidden_size}): its own outputs could not be told from the target's features"
+            )
+
+    def _check_vocab(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise UserError(
+                f"draft_vocab_size: expected at most {self.vocab_size} (vocab_size), got {self.draft_vocab_size}"
             )
 
     @property
@@ -163,6 +174,8 @@ def heads_config_from_json(data: Mapping[str, Any]) -> HeadsConfig:
     """Reads ``to_json``'s mapping by its ``method``. Unknown and missing keys raise UserError with their names."""
     method = data.get("method") if isinstance(data, Mapping) else None
     if method == "medusa":
+        if "draft_vocab_size" in data:
+            raise UserError("config: unknown key 'draft_vocab_size'")
         return MedusaConfig(**checked_fields(MedusaConfig, data, "config"))
     if method not in ("eagle", "eagle3"):
         raise UserError(f"config: method: expected medusa, eagle or eagle3, got {method!r}")
@@ -174,7 +187,12 @@ def heads_config_from_json(data: Mapping[str, Any]) -> HeadsConfig:
     if values.get("rope_scaling") is not None:
         scaling = checked_fields(RopeScaling, values["rope_scaling"], "config.rope_scaling")
         values["rope_scaling"] = RopeScaling(**{**scaling, "divisors": tuple(scaling.get("divisors", ()))})
-    return EagleConfig(**values)
+    config = EagleConfig(**values)
+    if config.method == "eagle" and config.reduced_vocab:
+        raise UserError(
+            f"draft_vocab_size: expected {config.vocab_size} for method eagle, got {config.draft_vocab_size}"
+        )
+    return config
 
 
 def rule_layers(num_layers: int) -> tuple[int, ...]:

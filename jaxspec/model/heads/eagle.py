@@ -90,7 +90,7 @@ class EagleHead(nnx.Module):
         self.fc_bias = Vector(config.hidden_size, dtype) if config.fc_bias else None
         self.layers = nnx.List([EagleLayer(config, sharding, dtype, rngs)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype) if config.method == "eagle3" else None
-        self.lm_head = Linear(specs["lm_head"], dtype, rngs) if config.method == "eagle3" else None
+        self.lm_head = Linear(specs["lm_head"], dtype, rngs) if "lm_head" in specs else None
         self.target_ids = TargetIds(config.draft_vocab_size) if config.reduced_vocab else None
 
     def __call__(
@@ -127,10 +127,12 @@ class EagleHead(nnx.Module):
         return x_BTD if self.fc_bias is None else self.fc_bias.add(x_BTD)
 
     def logits(self, hidden_BTD: jax.Array, target: TargetTables) -> jax.Array:
-        """float32 logits over the *draft* vocabulary, whole on every device. EAGLE-1's is the target's."""
-        if self.norm is None or self.lm_head is None:
+        """float32 logits over the *draft* vocabulary, whole on every device; the target's without an LM head."""
+        if self.norm is not None:
+            hidden_BTD = self.norm(hidden_BTD)
+        if self.lm_head is None:
             return target.logits(hidden_BTD)
-        return self.sharding.constrain(self.lm_head(self.norm(hidden_BTD)), None, None, None)
+        return self.sharding.constrain(self.lm_head(hidden_BTD), None, None, None)
 
     def to_target(self, draft_ids: jax.Array) -> jax.Array:
         """Target ids of draft ids, any shape."""
@@ -140,5 +142,4 @@ class EagleHead(nnx.Module):
         """Draft logits [B, T, draft_vocab_size] as [B, T, V], over the target's vocabulary: -inf for all others."""
         if self.target_ids is None:
             return logits
-        whole = jnp.full((*logits.shape[:-1], self.config.vocab_size), -jnp.inf, logits.dtype)
-        return whole.at[..., self.target_ids.weight[...]].set(logits)
+        return self.target_ids.spread(logits, self.config.vocab_size, -jnp.inf)

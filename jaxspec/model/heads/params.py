@@ -13,13 +13,14 @@ def heads_param_specs(config: HeadsConfig) -> dict[str, ParamSpec]:
     """Every parameter of the heads by flat dotted name, in checkpoint order. Weights are stored [out, in].
 
     The layer of an EAGLE head is ``layers.0`` in the layout of the target's layers (fused ``qkv`` and ``gate_up``); a
-    Medusa head is ``heads.<i>``.
+    Medusa head is ``heads.<i>``. Heads that share the target's LM head have its rows as ``lm_head`` once they are
+    trimmed to a draft vocabulary.
     """
     return _medusa_specs(config) if isinstance(config, MedusaConfig) else _eagle_specs(config)
 
 
 def _medusa_specs(config: MedusaConfig) -> dict[str, ParamSpec]:
-    D, V = config.hidden_size, config.vocab_size
+    D, V = config.hidden_size, config.draft_vocab_size or config.vocab_size
     specs: dict[str, ParamSpec] = {}
     for head in range(config.num_heads):
         for block in range(config.num_layers):
@@ -27,6 +28,10 @@ def _medusa_specs(config: MedusaConfig) -> dict[str, ParamSpec]:
             specs[f"heads.{head}.block{block}_bias"] = ParamSpec((D,), ("embed",), 0)
         if config.own_lm_head:
             specs[f"heads.{head}.lm_head"] = ParamSpec((V, D), ("vocab", "embed"), 1)
+    if config.reduced_vocab:
+        if not config.own_lm_head:
+            specs["lm_head"] = ParamSpec((V, D), ("vocab", "embed"), 1)
+        specs["target_ids"] = ParamSpec((V,), (None,), 0)
     return specs
 
 
@@ -50,6 +55,7 @@ def _eagle_specs(config: EagleConfig) -> dict[str, ParamSpec]:
     specs |= {f"layers.0.{leaf}": spec for leaf, spec in layer.items()}
     if eagle3:
         specs["norm"] = ParamSpec((D,), ("embed",), 0)
+    if eagle3 or config.reduced_vocab:
         specs["lm_head"] = ParamSpec((config.draft_vocab_size, D), ("vocab", "embed"), 1)
     if config.reduced_vocab:
         specs["target_ids"] = ParamSpec((config.draft_vocab_size,), (None,), 0)

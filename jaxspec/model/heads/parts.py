@@ -34,3 +34,8 @@ class TargetIds(nnx.Module):
 
     def __call__(self, draft_ids: jax.Array) -> jax.Array:
         return self.weight[...][draft_ids]
+
+    def spread(self, values: jax.Array, vocab: int, fill: float) -> jax.Array:
+        """[.., draft ids] as [.., V] over the target's ids, ``fill`` at those that are not drafted."""
+        whole = jnp.full((*values.shape[:-1], vocab), fill, values.dtype)
+        return whole.at[..., self.weight[...]].set(values)

@@ -17,14 +17,16 @@ class Proposal(NamedTuple):
     """Drafted tokens of one round.
 
     ``q_BJV``: the final laws that they were drawn from; None: not drawn at all. ``topology``: None for a chain.
-    ``levels_B``: int32, how deep each row's drafts go; None: as deep as was asked. ``window``: nodes to be fed beside a
-    tree, in the rows that draft.
+    ``levels_B``: int32, how deep each row's drafts go; None: as deep as was asked. ``law_BJ``: int32, which of
+    ``q_BJV`` draft j was drawn from, where drafts share laws; None: one law per draft. ``window``: nodes to be fed
+    beside a tree, in the rows that draft.
     """
 
     tokens_BJ: jax.Array
     q_BJV: jax.Array | None = None
     topology: Topology | None = None
     levels_B: jax.Array | None = None
+    law_BJ: jax.Array | None = None
     window: Window | None = None
 
 

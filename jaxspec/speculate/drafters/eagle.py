@@ -21,10 +21,10 @@ from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import Llama
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.drafters import Blind, Features, Proposal, Seen
-from jaxspec.speculate.drafters.chain import next_draft
+from jaxspec.speculate.drafters.chain import NextDraft, Sample, draft_chain, next_draft
+from jaxspec.speculate.drafters.draft_ids import mask_draft_logits
 from jaxspec.speculate.growth import DynamicTree, grow_level, select, start
 from jaxspec.speculate.noise import Draws
-from jaxspec.speculate.sampling import mask_logits
 from jaxspec.speculate.state import Context
 from jaxspec.speculate.topology import ancestors
 
@@ -39,7 +39,7 @@ class EagleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EagleDrafter(Blind):
-    """``tree``: None for a chain, whose tokens are drawn; the children in a tree are the likeliest ones, undrawn.
+    """``tree``: None for a chain, ``sample`` says how; the children in a tree are the likeliest ones, undrawn.
 
     ``levels``: the target layers that an EAGLE-3 head sees; none for EAGLE-1. Ids from ``valid_vocab`` on are never
     drafted.
@@ -49,6 +49,7 @@ class EagleDrafter(Blind):
     tree: DynamicTree | None
     levels: tuple[int, ...]
     valid_vocab: int
+    sample: Sample
 
     @property
     def config(self) -> EagleConfig:
@@ -178,29 +179,22 @@ class EagleDrafter(Blind):
         first_B: jax.Array,
     ) -> tuple[Proposal, LayerCache]:
 
-        def pick(hidden_BTD: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The next draft of every row and the law it was drawn from."""
+        def draft(hidden_BTD: jax.Array, offset: jax.Array) -> NextDraft:
             logits_BTV = head.over_target_vocab(head.logits(hidden_BTD, tables))
-            return next_draft(logits_BTV, context, offset, draws, self.valid_vocab)
+            return next_draft(logits_BTV, context, offset, draws, self.valid_vocab, self.sample)
 
         def extend(
-            carry: tuple[jax.Array, jax.Array, LayerCache], offset: jax.Array
-        ) -> tuple[tuple[jax.Array, jax.Array, LayerCache], tuple[jax.Array, jax.Array]]:
-            token_B, hidden_BTD, cache = carry
+            token_B: jax.Array, carry: tuple[jax.Array, LayerCache], offset: jax.Array
+        ) -> tuple[NextDraft, tuple[jax.Array, LayerCache]]:
+            hidden_BTD, cache = carry
             positions_BT = (first_B + offset - 1)[:, None]
             hidden_BTD, cache = head(token_B[:, None], hidden_BTD, positions_BT, cache, tables)
-            token_B, q_BV = pick(hidden_BTD, offset)
-            return (token_B, hidden_BTD, cache), (token_B, q_BV)
+            return draft(hidden_BTD, offset), (hidden_BTD, cache)
 
         hidden_BTD = state.hidden_BD[:, None, :]
-        token_B, q_BV = pick(hidden_BTD, jnp.int32(0))
-        if gamma == 1:
-            return Proposal(token_B[:, None], q_BV[:, None]), state.cache
-        offsets = jnp.arange(1, gamma, dtype=jnp.int32)
-        (_, _, cache), (tokens_JB, q_JBV) = jax.lax.scan(extend, (token_B, hidden_BTD, state.cache), offsets)
-        tokens_BJ = jnp.concatenate([token_B[:, None], tokens_JB.T], axis=1)
-        q_BJV = jnp.concatenate([q_BV[:, None], jnp.swapaxes(q_JBV, 0, 1)], axis=1)
-        return Proposal(tokens_BJ, q_BJV), cache
+        first = draft(hidden_BTD, jnp.int32(0))
+        proposal, (_, cache) = draft_chain(first, extend, (hidden_BTD, state.cache), gamma)
+        return proposal, cache
 
     def _tree(
         self,
@@ -218,7 +212,10 @@ class EagleDrafter(Blind):
         hidden_BKD = state.hidden_BD[:, None, :]
         levels = tree.levels(gamma)
         for level in range(levels):
-            logits_BKV = self._masked(head, head.logits(hidden_BKD, tables), context, level)
+            logits_BKV = head.logits(hidden_BKD, tables)
+            ban_B1 = (context.length_B + level < context.rows.min_length_B)[:, None]
+            ban_BK = jnp.broadcast_to(ban_B1, logits_BKV.shape[:2])
+            logits_BKV = mask_draft_logits(logits_BKV, head.target_ids, context.rows, ban_BK, self.valid_vocab)
             growth = grow_level(growth, logits_BKV, tree.topk)
             if level == levels - 1:
                 break
@@ -233,22 +230,6 @@ class EagleDrafter(Blind):
             hidden_BKD, cache = head(tokens_BK, features_BKD, positions_BK, cache, tables, inside)
         selected = select(growth, tree.drafts(gamma))
         return Proposal(head.to_target(selected.tokens_BJ), None, selected.topology), cache
-
-    def _masked(self, head: EagleHead, logits_BKV: jax.Array, context: Context, level: int) -> jax.Array:
-        """Draft logits of the nodes at ``level``, over the draft's own ids, with -inf where the target's law has it."""
-        rows = context.rows
-        ban_B = context.length_B + level < rows.min_length_B
-        if head.target_ids is None:
-            ban_BK = jnp.broadcast_to(ban_B[:, None], logits_BKV.shape[:2])
-            return mask_logits(logits_BKV, rows.stop_ids_BE, ban_BK, self.valid_vocab)
-        ids_V = head.target_ids.weight[...]
-        logits_BKV = jnp.where((ids_V >= self.valid_vocab)[None, None, :], -jnp.inf, logits_BKV)
-
-        def banned(logits_BKV: jax.Array) -> jax.Array:
-            stops_BV = jnp.any(rows.stop_ids_BE[:, :, None] == ids_V[None, None, :], axis=1)
-            return jnp.where((stops_BV & ban_B[:, None])[:, None, :], -jnp.inf, logits_BKV)
-
-        return jax.lax.cond(jnp.any(ban_B), banned, lambda logits_BKV: logits_BKV, logits_BKV)
 
 
 def _complete(state: EagleState, context: Context) -> jax.Array:

@@ -131,12 +131,17 @@ def _merge(copies_B: jax.Array, copied: Proposal, drafted: Proposal, gamma: int)
     places = max(gamma, own)
     copies_B1 = copies_B[:, None]
     tokens_BJ = jnp.where(copies_B1, _pad(copied.tokens_BJ, places, 0), _pad(drafted.tokens_BJ, places, 0))
-    q_BJV = drafted.q_BJV
-    if q_BJV is not None:
-        q_BJV = jnp.pad(q_BJV, ((0, 0), (0, places - own), (0, 0)))
-        ids_V = jnp.arange(q_BJV.shape[2], dtype=jnp.int32)
-        one_hot_BJV = (ids_V[None, None, :] == tokens_BJ[:, :, None]).astype(q_BJV.dtype)
-        q_BJV = jnp.where(copies_B1[:, :, None], one_hot_BJV, q_BJV)
+    q_BXV, law_BJ = drafted.q_BJV, drafted.law_BJ
+    if q_BXV is not None:
+        laws = max(gamma, q_BXV.shape[1])
+        q_BXV = jnp.pad(q_BXV, ((0, 0), (0, laws - q_BXV.shape[1]), (0, 0)))
+        ids_V = jnp.arange(q_BXV.shape[2], dtype=jnp.int32)
+        one_hot_BXV = (ids_V[None, None, :] == _pad(copied.tokens_BJ, laws, 0)[:, :, None]).astype(q_BXV.dtype)
+        q_BXV = jnp.where(copies_B1[:, :, None], one_hot_BXV, q_BXV)
+        if law_BJ is not None:
+            # Each copied draft has a law of its own, the drafts of a tree share one per level.
+            own_J = jnp.minimum(jnp.arange(places, dtype=jnp.int32), laws - 1)
+            law_BJ = jnp.where(copies_B1, own_J[None, :], _pad(law_BJ, places, 0))
     topology = drafted.topology
     if topology is not None:
         line = chain(rows, gamma)
@@ -148,7 +153,7 @@ def _merge(copies_B: jax.Array, copied: Proposal, drafted: Proposal, gamma: int)
     levels_B = drafted.levels_B
     if levels_B is not None:
         levels_B = jnp.where(copies_B, gamma, levels_B)
-    return Proposal(tokens_BJ, q_BJV, topology, levels_B)
+    return Proposal(tokens_BJ, q_BXV, topology, levels_B, law_BJ)
 
 
 def _pad(values_BJ: jax.Array, places: int, value: int) -> jax.Array:

@@ -18,7 +18,7 @@ from jaxspec.model.layers import product
 from jaxspec.model.llama import Llama, ModelDef
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.drafters import Blind, Proposal, Seen
-from jaxspec.speculate.drafters.chain import next_draft
+from jaxspec.speculate.drafters.chain import NextDraft, Sample, draft_chain, next_draft
 from jaxspec.speculate.noise import Draws
 from jaxspec.speculate.state import Context, grow_cache
 
@@ -42,6 +42,7 @@ class LinearDrafter(Blind):
     valid_vocab: int
     recent: int = 2
     trimmed: Literal["first", "listed"] | None = None
+    sample: Sample = "probabilistic"
     has_cache = True
 
     def init(self, rows: int, slots: int) -> KVCache:
@@ -75,9 +76,9 @@ class LinearDrafter(Blind):
         model = self.model.merge(params)
         slots = state.window
 
-        def pick(hidden_BTD: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The next draft of every row and the law it was drawn from."""
-            return next_draft(self._logits(params, model, hidden_BTD), context, offset, draws, self.valid_vocab)
+        def draft(hidden_BTD: jax.Array, offset: jax.Array) -> NextDraft:
+            logits_BTV = self._logits(params, model, hidden_BTD)
+            return next_draft(logits_BTV, context, offset, draws, self.valid_vocab, self.sample)
 
         last_B = context.length_B - 1
         positions_BT = last_B[:, None] - jnp.arange(self.recent - 1, -1, -1, dtype=jnp.int32)[None, :]
@@ -86,24 +87,14 @@ class LinearDrafter(Blind):
         drafting_B = self._drafting(state, context)
         positions_BT = jnp.where(drafting_B[:, None] & (positions_BT >= 0), positions_BT, slots)
         hidden_BTD, cache, _ = model(tokens_BT, positions_BT, state)
-        first = pick(hidden_BTD[:, -1:], jnp.int32(0))
+        first = draft(hidden_BTD[:, -1:], jnp.int32(0))
 
-        def extend(
-            carry: tuple[jax.Array, KVCache], offset: jax.Array
-        ) -> tuple[tuple[jax.Array, KVCache], tuple[jax.Array, jax.Array]]:
-            token_B, cache = carry
+        def extend(token_B: jax.Array, cache: KVCache, offset: jax.Array) -> tuple[NextDraft, KVCache]:
             position_B1 = jnp.where(drafting_B, last_B + offset, slots)[:, None]
             hidden_BTD, cache, _ = model(token_B[:, None], position_B1, cache)
-            token_B, q_BV = pick(hidden_BTD, offset)
-            return (token_B, cache), (token_B, q_BV)
+            return draft(hidden_BTD, offset), cache
 
-        if gamma == 1:
-            return Proposal(first[0][:, None], first[1][:, None]), cache
-        offsets = jnp.arange(1, gamma, dtype=jnp.int32)
-        (_, cache), (tokens_JB, q_JBV) = jax.lax.scan(extend, (first[0], cache), offsets)
-        tokens_BJ = jnp.concatenate([first[0][:, None], tokens_JB.T], axis=1)
-        q_BJV = jnp.concatenate([first[1][:, None], jnp.swapaxes(q_JBV, 0, 1)], axis=1)
-        return Proposal(tokens_BJ, q_BJV), cache
+        return draft_chain(first, extend, cache, gamma)
 
     def _drafting(self, state: KVCache, context: Context) -> jax.Array:
         """Rows whose cache lacks no more than what the first pass takes in."""
@@ -118,7 +109,7 @@ class LinearDrafter(Blind):
         if self.trimmed == "first":
             return _fit_vocab(logits_BTN, self.vocab)
         beside_BTN = jnp.pad(logits_BTN, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
-        return jnp.take(beside_BTN, params[TRIMMED_PLACE], axis=2)
+        return jnp.take(beside_BTN, params[TRIMMED_PLACE], axis=2, mode="clip")
 
     def commit(
         self,

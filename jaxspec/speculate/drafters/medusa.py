@@ -17,8 +17,11 @@ from jaxspec.model.heads.medusa import MedusaHeads
 from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import Llama
 from jaxspec.speculate.drafters import Blind, Features, Proposal, Seen
+from jaxspec.speculate.drafters.chain import Sample, sound
+from jaxspec.speculate.drafters.draft_ids import mask_draft_logits
 from jaxspec.speculate.noise import Draws, gumbel
-from jaxspec.speculate.sampling import CANDIDATES, final_law, largest, mask_logits
+from jaxspec.speculate.sampling import CANDIDATES, final_law, largest
+from jaxspec.speculate.siblings import draw_siblings
 from jaxspec.speculate.state import Context, RowParams
 from jaxspec.speculate.tree import StaticTree
 
@@ -32,15 +35,18 @@ class MedusaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(Blind):
-    """The candidates are each head's likeliest tokens, undrawn. Ids from ``valid_vocab`` on are not among them.
+    """Children of a node are the likeliest tokens of its depth's head, undrawn (``sample`` greedy), or drawn from it.
 
-    Under the coupled law they are the likeliest to be the target's choice: those with the largest log q + g, with the
-    noise g of their position. Any draft is exact there, for the law only asks whether it is that choice.
+    Drawn children are drawn without replacement below a node, and anew for every node: docs/decisions/medusa-draws.md
+    says why. Under the coupled law, drawn ones are those with the largest log q + g, with the noise g of their
+    position, the likeliest to be the target's choice; any draft is exact there. Ids from ``valid_vocab`` on are never
+    drafted, nor is an id outside the heads' draft vocabulary.
     """
 
     heads: HeadsDef
     tree: StaticTree
     valid_vocab: int
+    sample: Sample
 
     @property
     def features(self) -> Features:
@@ -67,19 +73,25 @@ class MedusaDrafter(Blind):
         gamma: int,
         draws: Draws,
     ) -> tuple[Proposal, MedusaState]:
-        tree = self._tree(gamma)
-        rows = context.rows
+        tree, rows = self._tree(gamma), context.rows
         module: MedusaHeads = self.heads.merge(params)
         tables = TargetTables(target.embed, target.logits)
-        hidden_BTD = state.hidden_BD[:, None, :]
-        logits_BDV = jnp.concatenate([head(hidden_BTD, tables) for head in list(module.heads)[: tree.depth]], axis=1)
-        offsets_D = jnp.arange(tree.depth, dtype=jnp.int32)
-        positions_BD = context.length_B[:, None] + offsets_D[None, :]
+        # N draft ids.
+        logits_BDN = jnp.concatenate(module.first(tree.depth, state.hidden_BD[:, None, :], tables), axis=1)
+        positions_BD = context.length_B[:, None] + jnp.arange(tree.depth, dtype=jnp.int32)[None, :]
         ban_BD = positions_BD < rows.min_length_B[:, None]
-        logits_BDV = mask_logits(logits_BDV, rows.stop_ids_BE, ban_BD, self.valid_vocab)
-        width = max(tree.ranks) + 1
-        ranked_BDC = _ranked(logits_BDV, positions_BD, rows, width, draws)
-        return Proposal(tree.tokens(ranked_BDC), None, tree.topology(context.length_B.shape[0])), state
+        logits_BDN = mask_draft_logits(logits_BDN, module.target_ids, rows, ban_BD, self.valid_vocab)
+        topology = tree.topology(context.length_B.shape[0])
+        _, likeliest_BDC = largest(logits_BDN, max(tree.ranks) + 1)
+        if self.sample == "greedy" or draws.coupled:
+            ranked_BDC = likeliest_BDC
+            if self.sample != "greedy":
+                ranked_BDC = _noisy(logits_BDN, likeliest_BDC, module, positions_BD, rows)
+            return Proposal(module.to_target(tree.tokens(ranked_BDC)), None, topology), state
+        drawn = _drawn(logits_BDN, tree.tokens(likeliest_BDC), tree, context, draws)
+        q_BDV = module.over_target_vocab(drawn.q_BDN)
+        law_BJ = topology.depth_BJ - 1
+        return Proposal(module.to_target(drawn.tokens_BJ), q_BDV, topology, law_BJ=law_BJ), state
 
     def commit(
         self,
@@ -102,17 +114,41 @@ class MedusaDrafter(Blind):
         return jnp.where(state.known_B, self.tree.depth, 0).astype(jnp.int32)
 
 
-def _ranked(logits_BDV: jax.Array, positions_BD: jax.Array, rows: RowParams, width: int, draws: Draws) -> jax.Array:
-    """The ``width`` best candidates for each depth, best first, int32 [B, D, C]."""
-    _, likeliest_BDC = largest(logits_BDV, width)
-    if not draws.coupled:
-        return likeliest_BDC
+def _noisy(
+    logits_BDN: jax.Array, likeliest_BDC: jax.Array, module: MedusaHeads, positions_BD: jax.Array, rows: RowParams
+) -> jax.Array:
+    """For each depth the candidates with the largest log q + g, best first, int32 [B, D, C] draft ids."""
+    width = likeliest_BDC.shape[2]
 
     def noisy() -> jax.Array:
-        q_BDX, ids_BDX = largest(final_law(logits_BDV, rows.sampling), min(CANDIDATES, logits_BDV.shape[-1]))
-        score_BDX = jnp.log(q_BDX) + gumbel(rows.seed_B2, positions_BD, ids_BDX)
+        q_BDX, ids_BDX = largest(final_law(logits_BDN, rows.sampling), min(CANDIDATES, logits_BDN.shape[-1]))
+        score_BDX = jnp.log(q_BDX) + gumbel(rows.seed_B2, positions_BD, module.to_target(ids_BDX))
         _, place_BDC = largest(score_BDX, width)
         noisy_BDC = jnp.take_along_axis(ids_BDX, place_BDC, axis=2)
         return jnp.where((rows.sampling.temperature_B > 0)[:, None, None], noisy_BDC, likeliest_BDC)
 
     return jax.lax.cond(jnp.any(rows.sampling.temperature_B > 0), noisy, lambda: likeliest_BDC)
+
+
+class _Drawn(NamedTuple):
+    tokens_BJ: jax.Array
+    q_BDN: jax.Array
+
+
+def _drawn(logits_BDN: jax.Array, likeliest_BJ: jax.Array, tree: StaticTree, context: Context, draws: Draws) -> _Drawn:
+    """A drawn tree, in draft ids. A greedy round never reads the laws: zeros."""
+    sampling = context.rows.sampling
+
+    def greedy() -> _Drawn:
+        return _Drawn(likeliest_BJ, jnp.zeros_like(logits_BDN))
+
+    def sampled() -> _Drawn:
+        q_BDN = final_law(sound(logits_BDN), sampling)
+        tokens_BJ = draw_siblings(q_BDN, tree.parents, tree.depths, draws.uniforms(tree.drafts))
+        # A greedy row beside sampled ones keeps the tree that it has alone. Its p is one-hot, so that any law which
+        # can say all of its drafts lets the right one stand.
+        greedy_B1 = sampling.temperature_B[:, None] <= 0
+        q_BDN = jnp.where(greedy_B1[:, :, None], 1 / q_BDN.shape[2], q_BDN)
+        return _Drawn(jnp.where(greedy_B1, likeliest_BJ, tokens_BJ), q_BDN)
+
+    return jax.lax.cond(jnp.all(sampling.temperature_B <= 0), greedy, sampled)

@@ -24,34 +24,27 @@ def same(done: Completion, other: Completion) -> None:
 
 
 def greedy_jobs(goldens, gamma: int | None) -> list[Job]:
-    """Every prompt length with every kind of chunk, some with log-probabilities and some as company."""
-    names = ("p150", "p7", "p33", "p1", "p7", "p150", "p1", "p33")
-    return [Job(goldens[name].ids, greedy(48 - 3 * i, logprobs=8), gamma) for i, name in enumerate(names)]
+    """Prompts of every kind of chunk; two more than there are slots."""
+    names = ("p150", "p7", "p33", "p1", "p150")
+    return [Job(goldens[name].ids, greedy(29 - 3 * i, logprobs=8), gamma) for i, name in enumerate(names)]
 
 
-def every_way(rig: Rig, jobs: Sequence[Job], gammas: Sequence[int]) -> int:
-    """Decodes each job alone without speculation, then alone and in full batches at each gamma; counts accepted drafts.
+def every_way(rig: Rig, jobs: Sequence[Job]) -> int:
+    """Decodes each job without speculation, then with it, alone and in batches; counts accepted drafts.
 
-    In a batch the same job meets other neighbours, slots and lengths each time, and prompts arrive while rows decode.
+    In each batch a job meets other neighbours, slots and gammas, and prompts arrive while rows decode.
     """
     plain = [rig.run(*job._replace(gamma=0)) for job in jobs]
-    accepted = 0
-    for gamma in gammas:
-        asked = [job._replace(gamma=gamma) for job in jobs]
-        alone = [rig.run(*job) for job in asked]
-        accepted += sum(done.summary.speculation.num_accepted_draft_tokens for done in alone)
-        for order in (range(len(jobs)), range(len(jobs))[::-1]):
-            together = rig.run_all([asked[i] for i in order])
-            for place, i in enumerate(order):
-                same(together[place], plain[i])
-        for done, expected in zip(alone, plain, strict=True):
-            same(done, expected)
-    mixed = [job._replace(gamma=i % 9) for i, job in enumerate(jobs)]
+    alone = [rig.run(*job._replace(gamma=8)) for job in jobs]
+    for done, expected in zip(alone, plain, strict=True):
+        same(done, expected)
+    mixed = [job._replace(gamma=(0, 8, 3)[i % 3]) for i, job in enumerate((*jobs, *jobs[::-1]))]
     with rig.watch.recording() as steps:
-        for done, expected in zip(rig.run_all(mixed), plain, strict=True):
-            same(done, expected)
+        together = rig.run_all(mixed)
+    for done, expected in zip(together, (*plain, *plain[::-1]), strict=True):
+        same(done, expected)
     assert any(len(rows) == SLOTS for rows in steps)
-    return accepted
+    return sum(done.summary.speculation.num_accepted_draft_tokens for done in alone)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +65,10 @@ def chain(make_rig) -> Callable[[str, str], Rig]:
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_chains_change_no_bit(method, dtype, chain, goldens):
     """A23: greedy text and log-probabilities without speculation, with it, alone, in a batch and in any slot."""
-    assert every_way(chain(method, dtype), greedy_jobs(goldens, 0), (8, 3)) > 40
+    assert every_way(chain(method, dtype), greedy_jobs(goldens, 0)) > 20
 
 
-@pytest.mark.parametrize(
-    ("drafts", "dtype"), [(4, "float32"), (8, "float32"), (63, "float32"), (8, "bfloat16"), (63, "bfloat16")]
-)
+@pytest.mark.parametrize(("drafts", "dtype"), [(4, "float32"), (8, "float32"), (63, "float32"), (8, "bfloat16")])
 def test_trees_change_no_bit(drafts, dtype, heads_rig, goldens, shared):
     """A26: whatever the tree, the text is that of decoding without one; in float32 it is the reference's, too."""
     choices = TREES.get(drafts)
@@ -86,43 +77,43 @@ def test_trees_change_no_bit(drafts, dtype, heads_rig, goldens, shared):
         choices = [[int(rank) for rank in path if rank >= 0] for path in paths]
     rig = heads_rig("medusa", {"deterministic": True, "dtype": dtype}, tree_choices=choices)
     assert rig.engine.programs.decoder.drafter.drafts(8) == drafts
-    assert every_way(rig, greedy_jobs(goldens, 0), (8,)) > 40
+    assert every_way(rig, greedy_jobs(goldens, 0)) > 20
     if dtype == "float32":
         for golden in goldens.values():
-            assert list(rig.run(golden.ids, greedy(64), 8).token_ids) == golden.greedy
+            assert list(rig.run(golden.ids, greedy(40), 8).token_ids) == golden.greedy[:40]
 
 
 def test_dynamic_trees_change_no_bit(heads_rig, goldens):
     """The nodes of a path lie elsewhere in each round."""
     rig = heads_rig("eagle1", {"deterministic": True}, tree_nodes=12)
-    assert every_way(rig, greedy_jobs(goldens, 0), (8, 2)) > 40
+    assert every_way(rig, greedy_jobs(goldens, 0)) > 20
 
 
 def test_a_seed_gives_the_same_text_under_the_coupled_law(make_rig, goldens):
-    """Temperature, top-p edges and noise all hang on the last bits: with speculation and without, alone and together."""
-    rig = make_rig("loop", law="coupled", **MODE)
-    heat = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 0.0)
+    """Temperature, top-p edges and noise hang on the last bits, too."""
+    rig = make_rig(draft="near", law="coupled", **MODE)
+    heat = (0.1, 0.5, 0.7, 1.0, 1.5)
     jobs = [
         job._replace(sampling=dataclasses.replace(job.sampling, temperature=heat[i], top_p=0.9, seed=i))
         for i, job in enumerate(greedy_jobs(goldens, 0))
     ]
-    assert every_way(rig, jobs, (8,)) > 10
+    assert every_way(rig, jobs) > 5
 
 
 def test_a_seed_gives_the_same_text_in_company_under_any_law(chain, goldens):
     """Under a law that looks at the drafts the text depends on gamma, and on nothing else."""
     rig = chain("draft_model", "float32")
-    sampling = SamplingParams(max_tokens=32, temperature=0.8, top_p=0.9, ignore_eos=True, logprobs=8)
+    sampling = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, ignore_eos=True, logprobs=8)
     jobs = [
         Job(job.prompt, dataclasses.replace(sampling, seed=i), (8, 4, 1)[i % 3])
         for i, job in enumerate(greedy_jobs(goldens, 0))
     ]
     alone = [rig.run(*job) for job in jobs]
-    for order in (range(8), (3, 1, 4, 0, 5, 7, 2, 6)):
+    for order in ((0, 1, 2, 3, 4), (3, 1, 4, 0, 2)):
         together = rig.run_all([jobs[i] for i in order])
         for place, i in enumerate(order):
             same(together[place], alone[i])
-    assert len({done.token_ids for done in alone}) == 8
+    assert len({done.token_ids for done in alone}) == 5
 
 
 def test_every_step_has_one_shape_and_says_so(chain, goldens, compilations):

@@ -1,4 +1,4 @@
-"""``make bench-identity``: how often speculative greedy text departs from plain greedy text, and what it costs never to.
+"""``make bench-identity``: how often speculative greedy text departs from plain greedy text, and the price of never.
 
 Questions of Spec-Bench, first turns, greedy, on the demo model, four at a time: each without speculation and with it,
 alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Methods that need a draft model
@@ -191,7 +191,7 @@ def name(options: argparse.Namespace, dtype: str, method: str, group: Sequence[d
 
 
 def summarise(options: argparse.Namespace, dtype: str, method: str, kept: dict[str, Any]) -> dict[str, Any]:
-    """Over all groups: flips by mode and way, and what deterministic mode costs, as the median of the groups' ratios."""
+    """Over all groups: flips by mode and way, and the speed of deterministic mode, as the median of their ratios."""
     found = [kept[name(options, dtype, method, group)] for group in groups(options.questions, options.limit)]
     figures: dict[str, Any] = {"left_out": sum(each["left_out"] for each in found)}
     for mode in MODES:

@@ -1,6 +1,6 @@
 """Deterministic mode: ids and log-probabilities are equal to the last bit, however a request is decoded.
 
-Log-probabilities are compared as floats, exactly: they move with any bit of a logit, where an id moves at near-ties only.
+Log-probabilities are compared as floats, exactly: they move with the bits of the logits, ids at near-ties alone.
 """
 
 import dataclasses

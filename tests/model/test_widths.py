@@ -20,9 +20,9 @@ def context(shared) -> tuple[np.ndarray, np.ndarray]:
 def follow(
     model: Running, prompt: np.ndarray, text: np.ndarray, shape: tuple[int, int], row: int, per_pass: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits after each token of a text [N, V], and the layers' keys: ``per_pass`` tokens of it in each pass of ``shape``.
+    """Logits after each token of a text [N, V], and the layers' keys, from passes of ``shape``.
 
-    The text is in ``row``; the other rows, and the rest of this one, hold random tokens, those of other rows alive.
+    Each pass feeds ``per_pass`` tokens. The text is in ``row``; the other rows, and the rest of this one, hold random tokens, those of other rows alive.
     """
     B, T = shape
     rng = np.random.default_rng(per_pass)

@@ -206,7 +206,7 @@ def summarise(options: argparse.Namespace, dtype: str, method: str, kept: dict[s
                     [*total.gaps, *part.gaps],
                 )
             figures[f"{mode} {way}"] = total.summary()
-    default, sure = (["seconds" in each[mode] and each[mode]["seconds"] for each in found] for mode in MODES)
+    default, sure = ([each[mode]["seconds"] for each in found] for mode in MODES)
     figures["speed_of_deterministic"] = {
         way: round(statistics.median(a[way] / b[way] for a, b in zip(default, sure, strict=True) if b[way]), 2)
         for way in default[0]

@@ -22,7 +22,8 @@ def follow(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits after each token of a text [N, V], and the layers' keys, from passes of ``shape``.
 
-    Each pass feeds ``per_pass`` tokens. The text is in ``row``; the other rows, and the rest of this one, hold random tokens, those of other rows alive.
+    Each pass feeds ``per_pass`` tokens. The text is in ``row``; the other rows, and the rest of this one, hold random
+    tokens, those of other rows alive.
     """
     B, T = shape
     rng = np.random.default_rng(per_pass)

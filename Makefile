@@ -6,7 +6,7 @@ MESH ?= auto
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo-model demo test check bench bench-convert proto
+.PHONY: help setup demo-model demo test check bench bench-convert bench-identity proto
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ bench: demo-model ## measure, as docs/benchmarks.md says
 
 bench-convert: $(STAMP) ## measure a conversion of 4 GB: peak memory, time against cp, sync and sha256sum (12 GB of disk)
 	$(BIN)/python scripts/bench_convert.py $(ARGS)
+
+bench-identity: demo-model ## count where speculative greedy text departs from plain (ARGS="--limit 480": all of Spec-Bench)
+	$(BIN)/python scripts/bench_identity.py $(ARGS)
 
 proto: $(STAMP) ## generate the gRPC code again after a change of the .proto file
 	$(BIN)/python scripts/proto.py

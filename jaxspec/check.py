@@ -35,6 +35,7 @@ class Task:
     speculation: SpeculationConfig
     mesh: str
     dtype: str | None
+    deterministic: bool
     compilation_cache: str | None
     max_len: int | None
     samples: int
@@ -77,6 +78,8 @@ def run(task: Task, say: Callable[[str], None]) -> Report:
             [text for text, _ in texts(engine, asked[:few], sampling, seeds[:few], gamma)] for gamma in (0, None)
         )
     same_coupled = coupled_identity(scorer, asked[:few], plain, drafted, sampling, seeds[:few])
+    if task.deterministic:
+        same_greedy, same_coupled = same_greedy.strict(), same_coupled.strict()
     return Report(
         positions,
         smallest_holm([place.p_value for place in positions]),
@@ -102,6 +105,7 @@ def load(task: Task, speculation: SpeculationConfig, longest: int) -> Engine:
         # Room for all nodes of a tree, so that the last tokens are speculated, too.
         max_len=task.max_len if task.max_len is not None else min(limit, max(128, longest + slots)),
         max_queue=1 << 16,
+        deterministic=task.deterministic,
         compilation_cache=task.compilation_cache,
     )
 

@@ -114,7 +114,9 @@ def run_generate(args: argparse.Namespace) -> None:
 
     max_len = args.max_len
     if max_len is None:
-        max_len = context_for(open_checkpoint(args.target), prompt, sampling.max_tokens, speculation)
+        quarters = 1 if args.deterministic else 4
+        checkpoint = open_checkpoint(args.target)
+        max_len = context_for(checkpoint, prompt, sampling.max_tokens, speculation, quarters)
     engine = Engine.load(
         args.target,
         draft=speculation.model,
@@ -124,6 +126,7 @@ def run_generate(args: argparse.Namespace) -> None:
         max_slots=1,
         max_len=max_len,
         max_queue=0,
+        deterministic=args.deterministic,
         compilation_cache=args.compilation_cache,
     )
     with engine:
@@ -136,18 +139,22 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def context_for(
-    checkpoint: "Checkpoint", prompt: Prompt, max_tokens: int | None, speculation: SpeculationConfig | None = None
+    checkpoint: "Checkpoint",
+    prompt: Prompt,
+    max_tokens: int | None,
+    speculation: SpeculationConfig | None = None,
+    quarters: int = 4,
 ) -> int:
     """The max_len for one request: never below DEFAULT_MAX_LEN unless the model's own context is.
 
-    The engine's smallest window is a quarter of max_len. A quarter that holds the whole request means that no window is
-    ever outgrown, so nothing compiles twice; powers of two mean that other requests find the same shapes in the
-    compilation cache. An open-ended request begins small and may grow, like a server's.
+    The engine's smallest window is a quarter of max_len (``quarters`` = 1: all of it). If it holds the whole request,
+    no window is ever outgrown, so nothing compiles twice; powers of two mean that other requests find the same shapes
+    in the compilation cache. An open-ended request begins small and may grow, like a server's.
     """
     nodes = (speculation or SpeculationConfig()).slots_per_step
     needed = prompt_length(checkpoint, prompt) + (max_tokens or 1) + nodes
     window = 1 << (needed - 1).bit_length()
-    wanted = window if max_tokens is None else 4 * window
+    wanted = window if max_tokens is None else quarters * window
     return min(checkpoint.config.max_position_embeddings, max(DEFAULT_MAX_LEN, wanted))
 
 
@@ -237,6 +244,7 @@ def run_check(args: argparse.Namespace) -> int:
         speculation=options.speculation_from(args),
         mesh=args.mesh,
         dtype=args.dtype,
+        deterministic=args.deterministic,
         compilation_cache=args.compilation_cache,
         max_len=args.max_len,
         samples=args.samples,

@@ -48,6 +48,10 @@ class Identity:
     flips: int  # texts that part where the plain run's first two candidates nearly tie
     differences: int  # texts that part elsewhere
 
+    def strict(self) -> "Identity":
+        """Near-ties excuse nothing: for an engine that promises the same text to the last bit."""
+        return dataclasses.replace(self, flips=0, differences=self.flips + self.differences)
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:

@@ -224,6 +224,11 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         choices=REJECTION_SAMPLE_METHODS,
     )
     group.add_argument("--speculative-config", metavar="JSON", help="the same options as one JSON object")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="every step in one padded shape: plain and speculative text alike to the last bit; slower",
+    )
 
 
 def speculation_from(args: argparse.Namespace) -> SpeculationConfig:

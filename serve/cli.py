@@ -70,6 +70,7 @@ def serve(args: argparse.Namespace) -> None:
             max_slots=args.max_slots,
             max_len=args.max_len,
             max_queue=args.max_queue,
+            deterministic=args.deterministic,
             compilation_cache=args.compilation_cache,
         )
 

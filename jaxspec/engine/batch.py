@@ -1,7 +1,7 @@
 """The rows on the devices: one DecodeState, its slots, and the buckets that fit them.
 
-Alone, a request decodes in a state of one row; a second one makes it a state of all slots, and back. The slot of a
-request is the scheduler's; a state of one row keeps whichever it is.
+Alone, a request decodes in a state of one row; a second one makes it a state of all slots, and back, unless there is
+one bucket of rows for all. The slot of a request is the scheduler's; a state of one row keeps whichever it is.
 """
 
 from typing import cast
@@ -16,8 +16,6 @@ from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate.programs import Programs
 from jaxspec.speculate.sampling import RowSampling
 from jaxspec.speculate.state import STOP_IDS, DecodeState, HostReport, Logprobs, RowParams, StepReport
-
-BUSY_CHUNK = 64  # prompt tokens per turn while other rows decode
 
 
 class Fault(Exception):
@@ -60,6 +58,7 @@ class Batch:
         self._programs = programs
         self._state: DecodeState | None = None
         self._lone: int | None = None  # the slot that the only row of a one-row state stands for
+        self._narrowest = programs.shapes.rows[0]
 
     @property
     def window(self) -> int:
@@ -70,6 +69,8 @@ class Batch:
         """Puts a prefilled row into ``slot``; ``running`` are the requests that are there already."""
         if not running:
             self._state, self._lone = row, slot
+            if self._narrowest > 1:
+                self._state = self._widened()
             return
         window = max(self.window, row.shape[1])
         state = self._programs.grow(self._widened(), window)
@@ -93,7 +94,7 @@ class Batch:
         state = self._state
         if state is None:
             raise ValueError("batch: running requests, but no rows")
-        if len(running) == 1 and self._lone is None and state.shape[0] > 1:
+        if len(running) == 1 and self._lone is None and state.shape[0] > self._narrowest:
             (self._lone,) = running
             state = self._programs.extract(state, self._lone)
         longest = max(request.length for request in running.values())

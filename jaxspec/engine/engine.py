@@ -45,6 +45,7 @@ class Engine:
         max_slots: int = 4,
         max_len: int = 1024,
         max_queue: int = 64,
+        deterministic: bool = False,
         compilation_cache: str | Path | None = None,
     ) -> Self:
         """Loads converted checkpoints onto the mesh. Nothing is compiled yet: see :meth:`warmup`.
@@ -58,6 +59,8 @@ class Engine:
             max_slots: requests that decode at once.
             max_len: tokens of prompt and completion together.
             max_queue: requests that may wait for a slot.
+            deterministic: every step in one padded shape: greedy ids, and those of a seed, are the same to the last
+                bit alone and in company, and with speculation as without where the law allows it at all. Slower.
             compilation_cache: folder that keeps compiled programs between runs.
 
         Raises UserError for whatever does not fit together.
@@ -79,6 +82,7 @@ class Engine:
             dtype=dtype,
             max_slots=max_slots,
             max_len=max_len,
+            deterministic=deterministic,
         )
         return cls(loaded, max_slots=max_slots, max_len=max_len, max_queue=max_queue)
 
@@ -231,7 +235,8 @@ class Engine:
             stop_ids=sorted(stop_ids),
             max_length=len(prompt_ids) + min(sampling.max_tokens or room, room),
             method=self._loaded.speculation.method,
-            rests=self._loaded.programs.decoder.drafter.is_lookup,
+            # Where every step has one width, a rest saves nothing.
+            rests=self.programs.decoder.drafter.is_lookup and self.programs.shapes.gammas[0] == 0,
             tokenizer=tokenizer,
             sink=sink,
             deadline=deadline,
@@ -274,6 +279,7 @@ class Engine:
             rejection_sample_method=self._loaded.speculation.rejection_sample_method,
             num_speculative_tokens=self._loaded.speculation.num_speculative_tokens,
             gamma_buckets=self.programs.shapes.gammas,
+            deterministic=self.programs.decoder.by_position,
         )
 
     def loads(self) -> Loads:

@@ -53,6 +53,7 @@ def load(
     dtype: str | None,
     max_slots: int,
     max_len: int,
+    deterministic: bool = False,
 ) -> Loaded:
     """Opens the checkpoints and puts their parameters on the mesh. Raises UserError for all that does not fit."""
     if not 1 <= max_slots <= 1024:
@@ -77,10 +78,14 @@ def load(
     cache_dtype = jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
     model = define(checkpoint.config, sharding, jnp.dtype(dtype), cache_dtype)
     drafting = make_drafting(speculation, Target(checkpoint, model, valid_vocab), draft, heads, max_len)
-    decoder = Decoder(model, drafting.drafter, valid_vocab, cast(Law, speculation.rejection_sample_method))
+    law = cast(Law, speculation.rejection_sample_method)
+    decoder = Decoder(model, drafting.drafter, valid_vocab, law, by_position=deterministic)
     target_params = restore_params(checkpoint, model.shardings(), jnp.dtype(dtype))
     params = Params(target_params, drafting.params(target_params))
-    shapes = Shapes.of(max_slots, max_len, drafting.gammas[-1], gammas=drafting.gammas)
+    gammas = drafting.gammas
+    if deterministic and speculation.method == "none":
+        gammas = (speculation.num_speculative_tokens,)  # drafts nothing, but has the shape of a server that would
+    shapes = Shapes.of(max_slots, max_len, gammas[-1], gammas=gammas, deterministic=deterministic)
     notes = (*drafting.notes, *replicated(model, sharding))
     for note in notes:
         LOG.info(note)

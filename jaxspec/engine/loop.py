@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 
-from jaxspec.engine.batch import BUSY_CHUNK, Batch, Fault, Prefill, catch_up
+from jaxspec.engine.batch import Batch, Fault, Prefill, catch_up
 from jaxspec.engine.load import Loaded
 from jaxspec.engine.records import Loads
 from jaxspec.engine.request import Request, StepTokens
@@ -15,6 +15,7 @@ from jaxspec.engine.scheduler import Scheduler, Turn
 from jaxspec.engine.tally import Tally
 from jaxspec.errors import EngineFault, InvalidRequest, Unavailable
 from jaxspec.shapes import GAMMA_MAX
+from jaxspec.speculate.programs import BUSY_CHUNK
 from jaxspec.speculate.state import FAULTS
 
 LOG = logging.getLogger("jaxspec")

@@ -182,6 +182,7 @@ class ServerInfo:
     rejection_sample_method: str
     num_speculative_tokens: int
     gamma_buckets: tuple[int, ...]
+    deterministic: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

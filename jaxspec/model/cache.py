@@ -61,6 +61,20 @@ class Tree(NamedTuple):
     base_B: jax.Array  # int32
     first: jax.Array  # int32 scalar; more than 0 where earlier passes fed the upper levels
     ancestors_BTU: jax.Array  # bool, [b, t, u]: node u is token t itself or above it
+    recent_BTW: jax.Array | None = None  # int32, see :meth:`by_position`
+
+    def by_position(self, recent: int) -> "Tree":
+        """The same tree, whose tokens add up their last ``recent`` positions, their own last, in the order of position.
+
+        The slots of a path's nodes follow from where they hang; sums over slots would round differently than when
+        slot = position. ``recent_BTW``: the slots of those positions, negative ones before the row's start. For a pass
+        over all nodes, none deeper than ``recent`` - 1.
+        """
+        depth_BT = jnp.sum(self.ancestors_BTU, axis=2, dtype=jnp.int32) - 1
+        below_BTW = depth_BT[:, :, None] + jnp.arange(1 - recent, 1, dtype=jnp.int32)[None, None, :]
+        at_BTUW = self.ancestors_BTU[:, :, :, None] & (depth_BT[:, None, :, None] == below_BTW[:, :, None, :])
+        node_BTW = jnp.argmax(at_BTUW, axis=2).astype(jnp.int32)
+        return self._replace(recent_BTW=self.base_B[:, None, None] + jnp.where(below_BTW < 0, below_BTW, node_BTW))
 
     def slots(self, positions_BT: jax.Array, window: int) -> jax.Array:
         """Where the tokens go; those at positions outside the row are dropped, as in a chain."""

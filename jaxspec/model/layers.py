@@ -71,6 +71,8 @@ def attend(q_BTKGH: jax.Array, cache: LayerCache, positions_BT: jax.Array, tree:
     scores = jnp.einsum("bkqh,bksh->bkqs", q, cache.k, preferred_element_type=jnp.float32) / math.sqrt(H)
     if tree is None:
         visible_BTS = jnp.arange(cache.k.shape[2])[None, None, :] <= positions_BT[:, :, None]
+    elif tree.recent_BTW is not None:
+        return attend_by_position(q.reshape(B, K, T, G, H), scores.reshape(B, K, T, G, -1), cache, tree.recent_BTW)
     else:
         visible_BTS = tree.visible(cache.k.shape[2])
     scores = scores.reshape(B, K, T, G, -1)
@@ -78,6 +80,36 @@ def attend(q_BTKGH: jax.Array, cache: LayerCache, positions_BT: jax.Array, tree:
     weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, T * G, -1).astype(cache.v.dtype)
     out = jnp.einsum("bkqs,bksh->bkqh", weights, cache.v, preferred_element_type=jnp.float32)
     return jnp.transpose(out.reshape(B, K, T, G, H), (0, 2, 1, 3, 4))
+
+
+def attend_by_position(
+    q_BKTGH: jax.Array, scores_BKTGS: jax.Array, cache: LayerCache, recent_BTW: jax.Array
+) -> jax.Array:
+    """Attention over slots = positions before the recent ones, and over those one by one (``Tree.by_position``).
+
+    So every sum has its terms in the order of position, whichever slots the nodes of the tree have.
+    """
+    B, K, T, _, H = q_BKTGH.shape
+    S, W = cache.k.shape[2], recent_BTW.shape[2]
+    at_BX = jnp.clip(recent_BTW, 0, S - 1).reshape(B, T * W)
+
+    def recent(array_BKSH: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row_KSH, at_X: row_KSH[:, at_X])(array_BKSH, at_BX).reshape(B, K, T, W, H)
+
+    near_BKTGW = jnp.einsum("bktgh,bktwh->bktgw", q_BKTGH, recent(cache.k), preferred_element_type=jnp.float32)
+    far_BTS = jnp.arange(S)[None, None, :] < recent_BTW[:, :, :1]
+    scores = jnp.concatenate(
+        [
+            jnp.where(far_BTS[:, None, :, None, :], scores_BKTGS, -jnp.inf),
+            jnp.where((recent_BTW >= 0)[:, None, :, None, :], near_BKTGW / math.sqrt(H), -jnp.inf),
+        ],
+        axis=-1,
+    )
+    weights = jax.nn.softmax(scores, axis=-1).astype(cache.v.dtype)
+    far = weights[..., :S].reshape(B, K, -1, S)
+    out = jnp.einsum("bkqs,bksh->bkqh", far, cache.v, preferred_element_type=jnp.float32).reshape(q_BKTGH.shape)
+    out += jnp.einsum("bktgw,bktwh->bktgh", weights[..., S:], recent(cache.v), preferred_element_type=jnp.float32)
+    return jnp.transpose(out, (0, 2, 1, 3, 4))
 
 
 def attention(

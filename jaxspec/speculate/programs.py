@@ -19,6 +19,7 @@ from jaxspec.speculate.state import DecodeState, StepReport
 from jaxspec.speculate.step import Decoder, Params, extract, insert, state_axes
 
 CHUNKS: Final = (16, 64, 256)  # prompt tokens of one prefill pass
+BUSY_CHUNK: Final = 64  # the most of them while other rows decode
 
 
 class Shapes(NamedTuple):
@@ -30,11 +31,24 @@ class Shapes(NamedTuple):
     gammas: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_slots: int, max_len: int, max_gamma: int, *, gammas: Sequence[int] = GAMMA_BUCKETS) -> "Shapes":
+    def of(
+        cls,
+        max_slots: int,
+        max_len: int,
+        max_gamma: int,
+        *,
+        gammas: Sequence[int] = GAMMA_BUCKETS,
+        deterministic: bool = False,
+    ) -> "Shapes":
         """Rows 1 and max_slots; windows of a quarter and all of max_len; chunks and gammas that can occur.
 
         Few, because each costs seconds of start-up: a third window would save less than a tenth of a step.
+        ``deterministic``: every step has the one largest shape, and how a prompt is cut follows from its length alone
+        (docs/decisions/deterministic.md).
         """
+        if deterministic:
+            chunks = tuple(c for c in CHUNKS if c < max_len and c <= BUSY_CHUNK)
+            return cls((max_slots,), (max_len,), chunks or CHUNKS[:1], (max(g for g in gammas if g <= max_gamma),))
         windows = {max_len} | {w for w in (max_len // 4,) if w >= 128}
         chunks = [c for c in CHUNKS if c < max_len]
         needed = [g for g, below in zip(gammas, (-1, *gammas), strict=False) if below < max_gamma]

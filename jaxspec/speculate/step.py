@@ -48,12 +48,16 @@ class Params(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The static half of decoding. ``valid_vocab``: ids from it on (vocabulary padding) are never sampled."""
+    """The static half of decoding. ``valid_vocab``: ids from it on (vocabulary padding) are never sampled.
+
+    ``by_position``: a token's logits must not depend on the place in a tree that it was drafted at, to the last bit.
+    """
 
     target: ModelDef
     drafter: Drafter
     valid_vocab: int
     law: Law
+    by_position: bool = False
 
     def empty(self, rows: int, slots: int) -> DecodeState:
         """A state of empty rows (inside a jit)."""
@@ -173,6 +177,8 @@ class Decoder:
                 tree, window = Tree(n_B - 1, jnp.int32(0), ancestors(topology)), proposal.window
                 if window is not None:
                     tree = tree._replace(ancestors_BTU=window.beside(tree.ancestors_BTU))
+                if self.by_position:
+                    tree = tree.by_position(1 + max(gamma, 0 if window is None else window.deepest))
                 # Every node needs a slot of its own, also those beside the path that is accepted.
                 gamma_B = jnp.where(n_B + (drafted + self.drafter.window(gamma)) <= slots, gamma_B, 0)
             live_BJ = topology.depth_BJ <= gamma_B[:, None]

@@ -27,6 +27,11 @@ class Window(NamedTuple):
         """X."""
         return self.tokens_BX.shape[1]
 
+    @property
+    def deepest(self) -> int:
+        """Of the nodes, as drafts have depths: the most ancestors that one has."""
+        return int(self.offsets_X.max())
+
     def beside(self, above_BTT: jax.Array) -> jax.Array:
         """bool [B, T + X, T + X]: the ancestors of root, drafts and window; ``above_BTT``: those of the first two."""
         rows, T, _ = above_BTT.shape

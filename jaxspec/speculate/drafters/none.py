@@ -12,7 +12,7 @@ from jaxspec.speculate.state import Context
 
 
 class NoDrafter(Blind):
-    """Never ready, so a step with drafts is never asked for."""
+    """Never ready. A step that is compiled for drafts has as many places, none of them live."""
 
     def init(self, rows: int, slots: int) -> Any:
         return ()
@@ -23,7 +23,8 @@ class NoDrafter(Blind):
     def propose(
         self, params: Any, target: Llama, state: Any, context: Context, gamma: int, draws: Draws
     ) -> tuple[Proposal, Any]:
-        raise ValueError("method none drafts nothing: a step with gamma > 0 was asked for")
+        rows = context.length_B.shape[0]
+        return Proposal(jnp.zeros((rows, gamma), jnp.int32), levels_B=jnp.zeros((rows,), jnp.int32)), state
 
     def commit(
         self, params: Any, target: Llama, state: Any, before: Context, after: Context, seen: Seen, gamma: int

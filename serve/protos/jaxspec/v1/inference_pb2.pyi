@@ -246,7 +246,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "mesh", "device_kind", "max_slots", "max_len", "max_queue", "method", "rejection_sample_method", "num_speculative_tokens", "gamma_buckets", "max_request_bytes", "max_stream_s")
+    __slots__ = ("version", "mesh", "device_kind", "max_slots", "max_len", "max_queue", "method", "rejection_sample_method", "num_speculative_tokens", "gamma_buckets", "max_request_bytes", "max_stream_s", "deterministic")
     class MeshEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class ServerInfo(_message.Message):
     GAMMA_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_STREAM_S_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     version: str
     mesh: _containers.ScalarMap[str, int]
     device_kind: str
@@ -278,7 +279,8 @@ class ServerInfo(_message.Message):
     gamma_buckets: _containers.RepeatedScalarFieldContainer[int]
     max_request_bytes: int
     max_stream_s: float
-    def __init__(self, version: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., device_kind: _Optional[str] = ..., max_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., method: _Optional[str] = ..., rejection_sample_method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., gamma_buckets: _Optional[_Iterable[int]] = ..., max_request_bytes: _Optional[int] = ..., max_stream_s: _Optional[float] = ...) -> None: ...
+    deterministic: bool
+    def __init__(self, version: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., device_kind: _Optional[str] = ..., max_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., method: _Optional[str] = ..., rejection_sample_method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., gamma_buckets: _Optional[_Iterable[int]] = ..., max_request_bytes: _Optional[int] = ..., max_stream_s: _Optional[float] = ..., deterministic: _Optional[bool] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -1,16 +1,8 @@
-"""One small engine for every way of drafting and every law, one after the other: a case has its engine to itself.
+"""One small engine for every way of drafting and every law, one after the other: a case has its engine to itself."""
 
-The matrix is CASES. A new drafter is a line in DRAFTERS: what it is loaded with, and how.
-"""
-
-import dataclasses
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 import pytest
 
 from checkpoints_convert.convert import convert
@@ -18,49 +10,12 @@ from checkpoints_convert.heads import convert_heads
 from jaxspec import Engine, SpeculationConfig
 from jaxspec.engine.load import load
 from jaxspec.speculate.step import Params
-from tests.engine.conftest import Rig, invariants_hold  # noqa: F401 - checks what the watch saw
+from tests.engine.conftest import invariants_hold  # noqa: F401 - checks what the watch saw
 from tests.engine.reference import Reference
 from tests.engine.watch import Watch
 from tests.lossless import models
-
-SLOTS, MAX_LEN = 8, 64  # one window, prefill chunks of 16
-LEVELS = 3  # how deep every drafter here drafts
-
-LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
-STATIC = {"tree_choices": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}
-DYNAMIC = {"tree_topk": 3, "tree_depth": LEVELS, "tree_nodes": 8}
-CHAIN = {"tree_topk": 1}
-# Name: the folder of the draft or of the heads, and the options.
-DRAFTERS: Mapping[str, tuple[str | None, dict[str, Any]]] = {
-    "none": (None, {"method": "none"}),
-    "ngram": (None, {"method": "ngram", **LOOKUP}),
-    "draft_model": ("draft", {"method": "draft_model"}),
-    "medusa": ("medusa", {"method": "medusa", **STATIC}),
-    "eagle-chain": ("eagle", {"method": "eagle", **CHAIN}),
-    "eagle-tree": ("eagle", {"method": "eagle", **DYNAMIC}),
-    "eagle3-chain": ("eagle3", {"method": "eagle3", **CHAIN}),
-    "eagle3-tree": ("eagle3", {"method": "eagle3", **DYNAMIC}),
-    "hybrid-draft_model": ("draft", {"method": "hybrid", **LOOKUP}),
-    "hybrid-medusa": ("medusa", {"method": "hybrid", **LOOKUP, **STATIC}),
-    "hybrid-eagle-chain": ("eagle", {"method": "hybrid", **LOOKUP, **CHAIN}),
-    "hybrid-eagle3-tree": ("eagle3", {"method": "hybrid", **LOOKUP, **DYNAMIC}),
-}
-LAWS = ("token", "block", "coupled")
-
-
-class Case(NamedTuple):
-    """Who drafts, and who judges."""
-
-    drafter: str
-    law: str
-
-    def __str__(self) -> str:
-        return f"{self.drafter}-{self.law}"
-
-
-# Without drafts token and block are the same program.
-CASES = [Case(drafter, law) for drafter in DRAFTERS for law in LAWS if (drafter, law) != ("none", "token")]
-PLAIN = {law: Case("none", "coupled" if law == "coupled" else "block") for law in LAWS}
+from tests.lossless.cases import CASES, DRAFTERS, LEVELS, MAX_LEN, PLAIN, SLOTS, Case, SmallRig, blurred
+from tests.lossless.texts import Texts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,37 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
-def blurred(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Array]:
-    """The same parameters with a little noise, of a seed that belongs to the name: drafts that are right at times."""
-
-    def noisy(name: str, x: jax.Array) -> jax.Array:
-        if not np.issubdtype(x.dtype, np.floating) or x.ndim < 2:
-            return x
-        noise = np.random.default_rng(zlib.crc32(name.encode())).normal(0, scale, x.shape)
-        return jax.device_put(np.asarray(x) + noise.astype(np.float32), x.sharding)
-
-    return {name: noisy(name, x) for name, x in params.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class SmallRig(Rig):
-    """``blurry``: parameters under which drafts are right at times; ``sure``: always, in greedy text."""
-
-    case: Case = Case("none", "block")
-    blurry: Params = Params({}, {})
-    sure: Params = Params({}, {})
-
-    def use(self, params: Params) -> None:
-        """From the next step on; the shapes are the same, so nothing compiles. Only while nothing runs."""
-        self.engine.programs.params = params
-
-
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``folders(name)``: a converted target ("target", "sure"), draft model or heads."""
     home = tmp_path_factory.mktemp("small")
     llamas = {
-        "target": (2, models.llama(2, 0.3, 1.0, seed=1)),
+        "target": (2, models.llama(2, 0.06, 1.0, seed=1)),
         "sure": (2, models.llama(2, 0.0, 1.0, seed=1)),
         "draft": (1, models.llama(1, 0.0, 1.3, seed=2)),
     }
@@ -132,13 +62,9 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
     def open_rig(case: Case) -> SmallRig:
         folder, options = DRAFTERS[case.drafter]
         given = {} if folder is None else {"draft" if folder == "draft" else "heads": folders(folder)}
-        speculation = SpeculationConfig(
-            rejection_sample_method=case.law, num_speculative_tokens=LEVELS, **options
-        )
+        speculation = SpeculationConfig(rejection_sample_method=case.law, num_speculative_tokens=LEVELS, **options)
         sizes = {"max_slots": SLOTS, "max_len": MAX_LEN}
-        engine = Engine.load(
-            folders("target"), speculation=speculation, mesh="1", max_queue=4096, **given, **sizes
-        )
+        engine = Engine.load(folders("target"), speculation=speculation, mesh="1", max_queue=4096, **given, **sizes)
         programs = engine.programs
         # One size of round: the others are the same code, and tests/engine and tests/drafters run them.
         needed = tuple(sorted({0, programs.shapes.gamma(LEVELS)} if case.drafter != "none" else {0}))
@@ -146,9 +72,9 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
         engine.warmup()
         sure = load(folders("sure"), speculation=speculation, mesh="1", dtype=None, draft=given.get("draft"),
                     heads=given.get("heads"), **sizes).programs.params  # fmt: skip
-        blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.1))
-        rig = SmallRig(engine, Watch(engine), Reference(folders("target").parent / "sources" / "target"), None,
-                       case, blurry, sure)  # fmt: skip
+        blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.05))
+        reference = Reference(folders("target").parent / "sources" / "target")
+        rig = SmallRig(engine, Watch(engine), reference, case=case, blurry=blurry, sure=sure)
         rig.use(blurry)
         return rig
 
@@ -164,8 +90,28 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
         rig.engine.close()
 
 
+@pytest.fixture(scope="session")
+def plain_texts(rigs) -> Callable[[str], Texts]:
+    """``plain_texts(law)``, made once."""
+    made: dict[Case, Texts] = {}
+
+    def texts(law: str) -> Texts:
+        case = PLAIN[law]
+        if case not in made:
+            made[case] = Texts.of(rigs(case))
+        return made[case]
+
+    return texts
+
+
 @pytest.fixture
-def rig(case: Case, rigs, compilations) -> Iterator[SmallRig]:
+def plain(case: Case, plain_texts) -> Texts:
+    """The texts of the case's law without speculation."""
+    return plain_texts(case.law)
+
+
+@pytest.fixture
+def rig(case: Case, plain: Texts, rigs, compilations) -> Iterator[SmallRig]:
     """The engine of the test's case. Nothing compiles while a test uses it."""
     found = rigs(case)
     with compilations() as seen:

@@ -99,7 +99,7 @@ def _layer(prefix: str, qk: np.ndarray, v: np.ndarray, o: np.ndarray) -> Tensors
 def eagle1() -> Tensors:
     """The embedding it is given is what it says, a little of the feature with it."""
     eye, nothing = np.eye(D), np.zeros((D, D))
-    return {"fc.weight": np.hstack([1.2 * eye, 0.1 * eye])} | _layer("layers.0", 0.2 * eye, eye, nothing)
+    return {"fc.weight": np.hstack([1.2 * eye, 0.05 * eye])} | _layer("layers.0", 0.2 * eye, eye, nothing)
 
 
 def eagle3(sharpness: float) -> Tensors:

@@ -64,6 +64,14 @@ def blurred(params: Mapping[str, jax.Array], scale: float) -> dict[str, jax.Arra
     return {name: noisy(name, x) for name, x in params.items()}
 
 
+def scaled(params: Mapping[str, jax.Array], ending: str, by: float) -> dict[str, jax.Array]:
+    """The same parameters, those whose name ends so times ``by``. By NumPy: nothing compiles."""
+    return {
+        name: jax.device_put(np.asarray(x) * np.float32(by), x.sharding) if name.endswith(ending) else x
+        for name, x in params.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallRig(Rig):
     """``blurry``: parameters under which drafts are right at times; ``sure``: always, in greedy text."""

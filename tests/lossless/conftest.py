@@ -14,7 +14,7 @@ from tests.engine.conftest import invariants_hold  # noqa: F401 - checks what th
 from tests.engine.reference import Reference
 from tests.engine.watch import Watch
 from tests.lossless import models
-from tests.lossless.cases import CASES, DRAFTERS, LEVELS, MAX_LEN, PLAIN, SLOTS, Case, SmallRig, blurred
+from tests.lossless.cases import CASES, DRAFTERS, LEVELS, MAX_LEN, PLAIN, SLOTS, Case, SmallRig, blurred, scaled
 from tests.lossless.texts import Texts
 
 
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     home = tmp_path_factory.mktemp("small")
     llamas = {
         "target": (2, models.llama(2, 0.06, 1.0, seed=1)),
-        "sure": (2, models.llama(2, 0.0, 1.0, seed=1)),
+        "sure": (2, models.llama(2, 0.0, 3.0, seed=1)),
         "draft": (1, models.llama(1, 0.0, 1.3, seed=2)),
     }
     heads = {"medusa": models.medusa(1.3), "eagle": models.eagle1(), "eagle3": models.eagle3(1.3)}
@@ -73,6 +73,8 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
         sure = load(folders("sure"), speculation=speculation, mesh="1", dtype=None, draft=given.get("draft"),
                     heads=given.get("heads"), **sizes).programs.params  # fmt: skip
         blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.05))
+        # Confident, too: of a tree that follows confidence the right path is the deepest.
+        sure = sure._replace(drafter=scaled(sure.drafter, "lm_head", 3.0))
         reference = Reference(folders("target").parent / "sources" / "target")
         rig = SmallRig(engine, Watch(engine), reference, case=case, blurry=blurry, sure=sure)
         rig.use(blurry)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 from jaxspec.speculate.state import StepReport
 from tests.lossless.cases import Case, SmallRig

@@ -12,7 +12,7 @@ from jaxspec import SamplingParams
 from jaxspec.speculate.step import Params
 from tests.engine.conftest import Job, greedy
 from tests.engine.watch import Row
-from tests.lossless.cases import CASES, DRAFTERS, LEVELS, MAX_LEN, NODES, Case, SmallRig
+from tests.lossless.cases import CASES, DRAFTERS, LEVELS, MAX_LEN, NODES, Case, SmallRig, scaled
 from tests.lossless.models import DRAFTED, after
 from tests.lossless.texts import Texts, greedy_jobs, sampled_jobs
 
@@ -67,7 +67,7 @@ def test_drafts_that_are_right_are_accepted_in_every_round(case: Case, rig: Smal
 def test_drafts_that_are_wrong_cost_passes_alone(case: Case, rig: SmallRig, plain: Texts):
     """B04: nothing is accepted in any round, and nothing of it stays in a cache."""
     name = "fc" if case.drafter.startswith("eagle-") else "lm_head"  # EAGLE-1 speaks through the target's head
-    wrong = {leaf: -x if leaf.endswith(name) else x for leaf, x in rig.sure.drafter.items()}
+    wrong = scaled(rig.sure.drafter, name, -1.0)
     rig.use(Params(rig.blurry.target, wrong))
     for job, expected, done in zip(greedy_jobs(), plain.greedy, rig.run_all(greedy_jobs()), strict=True):
         assert rig.same_text(job, done.token_ids, expected) == 0

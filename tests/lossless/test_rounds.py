@@ -65,14 +65,18 @@ def test_drafts_that_are_right_are_accepted_in_every_round(case: Case, rig: Smal
 
 @pytest.mark.parametrize("case", [case for case in SPECULATING if "hybrid" not in case.drafter][1:], ids=str)
 def test_drafts_that_are_wrong_cost_passes_alone(case: Case, rig: SmallRig, plain: Texts):
-    """B04: nothing is accepted in any round, and nothing of it stays in a cache."""
+    """B04: next to nothing is accepted, and nothing of what is not stays in a cache."""
     name = "fc" if case.drafter.startswith("eagle-") else "lm_head"  # EAGLE-1 speaks through the target's head
     wrong = scaled(rig.sure.drafter, name, -1.0)
     rig.use(Params(rig.blurry.target, wrong))
-    for job, expected, done in zip(greedy_jobs(), plain.greedy, rig.run_all(greedy_jobs()), strict=True):
+    completions = rig.run_all(greedy_jobs())
+    for job, expected, done in zip(greedy_jobs(), plain.greedy, completions, strict=True):
         assert rig.same_text(job, done.token_ids, expected) == 0
-        assert done.summary.speculation.num_accepted_draft_tokens == 0
-        assert done.summary.speculation.num_spec_steps > 10
+    counts = [done.summary.speculation for done in completions]
+    # Medusa's heads do not see the tokens between, so the least likely one may come after all.
+    accepted = sum(count.num_accepted_draft_tokens for count in counts)
+    assert accepted <= (0.005 * sum(count.num_draft_tokens for count in counts) if case.drafter == "medusa" else 0)
+    assert min(count.num_spec_steps for count in counts) > 10
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.law != "token" and case.drafter != "none"], ids=str)

@@ -116,7 +116,12 @@ class HybridDrafter(Blind):
         blank = jax.eval_shape(run, state.model)[0]
 
         def skip(drafter_state: Any) -> tuple[Proposal, Any]:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank), drafter_state
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank)
+            if nothing.topology is not None:
+                # Depth 0 would be live even in a row that asked for no drafts.
+                nowhere_BJ = jnp.full_like(nothing.topology.depth_BJ, NOWHERE)
+                nothing = nothing._replace(topology=nothing.topology._replace(depth_BJ=nowhere_BJ))
+            return nothing, drafter_state
 
         # A round of copies alone costs no pass of the model.
         drafted, model = jax.lax.cond(needed, run, skip, state.model)

@@ -42,7 +42,7 @@ bench-convert: $(STAMP) ## measure a conversion of 4 GB: peak memory, time again
 	$(BIN)/python scripts/bench_convert.py $(ARGS)
 
 bench-identity: demo-model ## count where speculative greedy text departs from plain (ARGS="--limit 480": all of Spec-Bench)
-	$(BIN)/python scripts/bench_identity.py $(ARGS)
+	$(BIN)/python -m scripts.bench_identity $(ARGS)
 
 proto: $(STAMP) ## generate the gRPC code again after a change of the .proto file
 	$(BIN)/python scripts/proto.py

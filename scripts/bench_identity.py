@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench import provenance
 from rich.console import Console
 from rich.table import Table
 
 from jaxspec import Chunk, Completion, Engine, Prompt, SamplingParams, SpeculationConfig, SpeculationParams
 from jaxspec.engine.params import HEADS_METHODS, METHODS
+from scripts.bench.timing import provenance
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 BATCH: Final = 4

@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.checkpoint import open_checkpoint
 from jaxspec.engine.engine import Engine
 from jaxspec.model.cache import empty_cache
-from jaxspec.model.llama import Llama, ModelDef, define, random_params
+from jaxspec.model.llama import ModelDef, define, random_params
 from jaxspec.speculate.judge import Law, Round, judge
 from jaxspec.speculate.sampling import RowSampling, round_uniforms
 from jaxspec.speculate.state import Context
@@ -45,16 +45,6 @@ SAMPLING: Final = {
     "T=1 min-p 0.05": (1.0, 0, 1.0, 0.05),
     "T=0.7 top-k 50 top-p 0.9": (0.7, 50, 0.9, 0.0),
 }
-
-
-class _Given:
-    """Stands for the model where its logits are known."""
-
-    def __init__(self, logits_BTV: jax.Array) -> None:
-        self._logits_BTV = logits_BTV
-
-    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        return self._logits_BTV
 
 
 def law_costs(engine: Engine, checkpoint: Path, repeats: int) -> dict[str, Any]:
@@ -127,13 +117,13 @@ def _judging(
         context = Context(state.tokens_BS, length_B, state.rows._replace(sampling=rows))
         drafts = Drafts(drafts_J[None], q_BJV, chain(1, WIDTH - 1), jnp.ones((1, WIDTH - 1), bool))
         round_ = Round(
-            hidden_BTD=jnp.zeros((1, WIDTH, 1)),
+            logits_BTV=logits_BTV,
             drafts=drafts,
             active_B=jnp.ones((1,), bool),
             uniforms=round_uniforms(state.rows.seed_B2, length_B, WIDTH - 1),
             desync_B=jnp.zeros((1,), bool),
         )
-        judged = judge(cast(Llama, _Given(logits_BTV)), context, round_, law, vocab, WIDTH - 1)
+        judged = judge(context, round_, law, vocab, WIDTH - 1)
         tokens_BS = jax.lax.dynamic_update_slice_in_dim(context.tokens_BS, judged.tokens_BE, 64, axis=1)
         return tokens_BS, judged.n_accepted_B, judged.fault_B
 

@@ -23,6 +23,7 @@ CHAIN = {"tree_topk": 1}
 DRAFTERS: Mapping[str, tuple[str | None, dict[str, Any]]] = {
     "none": (None, {"method": "none"}),
     "ngram": (None, {"method": "ngram", **LOOKUP, "prompt_lookup_min": 1}),
+    "lookahead": (None, {"method": "lookahead", "lookahead_window": 2, "lookahead_candidates": 2}),
     "draft_model": ("draft", {"method": "draft_model"}),
     "medusa": ("medusa", {"method": "medusa", **STATIC}),
     "eagle-chain": ("eagle", {"method": "eagle", **CHAIN}),

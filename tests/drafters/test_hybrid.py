@@ -147,26 +147,3 @@ def test_hybrid_needs_exactly_one_model(checkpoints):
     both = dataclasses.replace(config, heads="h", model="d")
     with pytest.raises(UserError, match="method hybrid: expected a draft checkpoint or heads, got both"):
         Engine.load(checkpoints("tiny-llama3"), speculation=both, max_len=240)
-
-
-@pytest.mark.parametrize("heads", ["medusa", "eagle3"])  # a static tree, and one that grows
-def test_over_heads_copies_and_trees_share_a_step(heads, checkpoints, heads_folders, references, goldens):
-    """Copied chains and drafted trees in one batch: greedy text is plain text, sampled text does not feel its
-    neighbours, and under this law (coupled) it is the text without speculation."""
-    target = "tiny-llama3-8l" if heads == "eagle3" else "tiny-llama3"
-    config = SpeculationConfig(method="hybrid", rejection_sample_method="coupled", prompt_lookup_min=2)
-    options = {"mesh": "1", "max_slots": 3, "max_len": 300, "max_queue": 4096}
-    with Engine.load(checkpoints(target), heads=heads_folders(heads), speculation=config, **options) as engine:
-        rig = Rig(engine, Watch(engine), references[target])
-        fresh = goldens["p33"].ids
-        copying = [*goldens["p7"].ids, *rig.run(goldens["p7"].ids, greedy(19), 0).token_ids] * 2
-        sampled = SamplingParams(max_tokens=23, temperature=0.7, seed=5, ignore_eos=True)
-        jobs = [Job(p, how, gamma) for p in (copying, fresh) for how in (greedy(23), sampled) for gamma in (3, 8)]
-        plain = [rig.run(*job._replace(gamma=0)).token_ids for job in jobs]
-        kinds = Kinds()
-        with rig.watch.meddling(kinds):
-            assert [done.token_ids for done in rig.run_all(jobs)] == plain
-            assert [rig.run(*job).token_ids for job in jobs] == plain
-        assert kinds.count("copy", "model") > 0
-        assert engine.loads().counters.num_accepted_tokens > 0
-        rig.assert_idle()

@@ -61,17 +61,17 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
 
     def open_rig(case: Case) -> SmallRig:
         folder, options = DRAFTERS[case.drafter]
-        given = {} if folder is None else {"draft" if folder == "draft" else "heads": folders(folder)}
         speculation = SpeculationConfig(rejection_sample_method=case.law, num_speculative_tokens=LEVELS, **options)
-        sizes = {"max_slots": SLOTS, "max_len": MAX_LEN}
-        engine = Engine.load(folders("target"), speculation=speculation, mesh="1", max_queue=4096, **given, **sizes)
+        given = {"speculation": speculation, "mesh": "1", "dtype": None, "max_slots": SLOTS, "max_len": MAX_LEN}
+        given |= {"draft": folders(folder) if folder == "draft" else None}
+        given |= {"heads": folders(folder) if folder not in ("draft", None) else None}
+        engine = Engine.load(folders("target"), max_queue=4096, **given)
         programs = engine.programs
         # One size of round: the others are the same code, and tests/engine and tests/drafters run them.
         needed = tuple(sorted({0, programs.shapes.gamma(LEVELS)} if case.drafter != "none" else {0}))
         programs.shapes = programs.shapes._replace(gammas=needed)
         engine.warmup()
-        sure = load(folders("sure"), speculation=speculation, mesh="1", dtype=None, draft=given.get("draft"),
-                    heads=given.get("heads"), **sizes).programs.params  # fmt: skip
+        sure = load(folders("sure"), **given).programs.params
         blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.05))
         # Confident, too: of a tree that follows confidence the right path is the deepest.
         sure = sure._replace(drafter=scaled(sure.drafter, "lm_head", 3.0))

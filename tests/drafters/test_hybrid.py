@@ -147,3 +147,24 @@ def test_hybrid_needs_exactly_one_model(checkpoints):
     both = dataclasses.replace(config, heads="h", model="d")
     with pytest.raises(UserError, match="method hybrid: expected a draft checkpoint or heads, got both"):
         Engine.load(checkpoints("tiny-llama3"), speculation=both, max_len=240)
+
+
+def test_copies_and_drawn_trees_follow_the_targets_law(checkpoints, heads_folders, references):
+    """A copied draft has a law of its own, the nodes of a tree share one per level; both in one batch, under block."""
+    config = SpeculationConfig(method="hybrid", prompt_lookup_min=3, prompt_lookup_max=4)
+    options = {"mesh": "1", "max_slots": SLOTS, "max_len": 240, "max_queue": 4096}
+    with Engine.load(checkpoints("loop"), heads=heads_folders("medusa"), speculation=config, **options) as engine:
+        rig = Rig(engine, Watch(engine), references["loop"])
+        made = prompts(rig, 3, 3)
+        sampling = {"max_tokens": 37, "temperature": 0.7, "top_p": 0.9, "ignore_eos": True}
+        jobs = [Job(made[seed % 6], SamplingParams(seed=seed, **sampling), 8) for seed in range(48)]
+        kinds = Kinds()
+        with rig.watch.meddling(kinds):
+            streams = rig.chunks(jobs)
+        assert kinds.count("copy", "model") > 20
+        alone = [rig.run(*job).token_ids for job in jobs[:6]]
+        assert [tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in streams[:6]] == alone
+        ranks = Ranks(rig, jobs, streams)
+        ranks.by_offset["all"] = [rank for ranked in ranks.by_offset.values() for rank in ranked]
+        ranks.assert_uniform("all", 1500)
+        assert abs(ranks.z) < 5

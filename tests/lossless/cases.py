@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxspec.speculate.step import Params
 from tests.engine.conftest import Rig
+from tests.engine.laws import follow_lookup
+from tests.lossless import models
 
 SLOTS, MAX_LEN = 8, 64  # one window, prefill chunks of 16
 LEVELS = 3  # how deep every drafter here drafts
@@ -84,6 +86,20 @@ class SmallRig(Rig):
     case: Case
     blurry: Params
     sure: Params
+
+    def favour(self, prefix: Sequence[int], p_V: np.ndarray) -> np.ndarray:
+        """Ranks the ids by how much what drafts after ``prefix`` prefers them to the target, more or less."""
+        folder, options = DRAFTERS[self.case.drafter]
+        if "prompt_lookup_min" in options:
+            found = follow_lookup(prefix, options["prompt_lookup_min"], options["prompt_lookup_max"])
+            if found is not None or folder is None:
+                return p_V + (np.arange(p_V.size) == found)
+        if folder is None:
+            return p_V
+        # Medusa's first head stands one token behind.
+        back, heads = (2, 1) if folder == "medusa" else (1, 0)
+        q_V = models.reached(heads + 1)[:, prefix[-min(back, len(prefix))]]
+        return np.log(q_V) - np.log(p_V + 1e-12)
 
     def use(self, params: Params) -> None:
         """From the next step on; the shapes are the same, so nothing compiles. Only while nothing runs."""

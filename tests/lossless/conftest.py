@@ -35,9 +35,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     llamas = {
         "target": (2, models.llama(2, 0.06, 1.0, seed=1)),
         "sure": (2, models.llama(2, 0.0, 3.0, seed=1)),
-        "draft": (1, models.llama(1, 0.0, 1.3, seed=2)),
+        "draft": (1, models.llama(1, 0.0, models.DRAFT_SHARPNESS, seed=2)),
     }
-    heads = {"medusa": models.medusa(1.3), "eagle": models.eagle1(), "eagle3": models.eagle3(1.3)}
+    heads = {"medusa": models.medusa(), "eagle": models.eagle1(), "eagle3": models.eagle3()}
 
     def made(name: str) -> Path:
         if not (home / name).exists():
@@ -72,7 +72,7 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
         programs.shapes = programs.shapes._replace(gammas=needed)
         engine.warmup()
         sure = load(folders("sure"), **given).programs.params
-        blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.05))
+        blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.04))
         # Confident, too: of a tree that follows confidence the right path is the deepest.
         sure = sure._replace(drafter=scaled(sure.drafter, "lm_head", 3.0))
         reference = Reference(folders("target").parent / "sources" / "target")

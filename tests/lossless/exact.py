@@ -1,9 +1,10 @@
 """Sampled texts against the exact law of every token in them, computed in float64 by the NumPy reference.
 
-u = (chance of the ids that are less likely than x) + v p(x), v uniform, is uniform on [0, 1) and independent of all
-before it if, and only if, x is a draw from p (Rosenblatt 1952). One chi-square asks whether the numbers are uniform;
-what a wrong acceptance law prefers or shuns lies in the first or the last cells, for drafts are likely tokens. Another
-asks whether pairs of neighbours are: random numbers that are used twice show there alone.
+u = (chance of the ids ranked before x) + v p(x), v uniform, is uniform on [0, 1) and independent of all before it if,
+and only if, x is a draw from p, whatever the ranking, as long as it knows the prefix alone (Rosenblatt 1952). Ranked is
+by how much the drafter favours an id, so what a wrong acceptance law prefers or shuns lies in the first or the last
+cells. One chi-square asks whether the numbers are uniform. Another asks whether pairs of neighbours are: random numbers
+that are used twice show there alone.
 """
 
 from collections.abc import Sequence
@@ -13,32 +14,33 @@ import numpy as np
 from jaxspec import Chunk
 from tests.engine.conftest import Job
 from tests.engine.laws import law
-from tests.engine.reference import Reference
+from tests.lossless.cases import SmallRig
 from tests.speculate.oracle import assert_follows
 
-CELLS, PAIRED = 16, 5
+CELLS, PAIRED = 6, 4
 
 
 class Exact:
     """Of some texts: u of every token, text after text, and how probable the texts are."""
 
-    def __init__(self, reference: Reference, jobs: Sequence[Job], streams: Sequence[Sequence[Chunk]]) -> None:
+    def __init__(self, rig: SmallRig, jobs: Sequence[Job], streams: Sequence[Sequence[Chunk]]) -> None:
         rng = np.random.default_rng(29)
         texts = [[token for chunk in chunks for token in chunk.token_ids] for chunks in streams]
         width = max(len(job.prompt) + len(text) for job, text in zip(jobs, texts, strict=True))
         padded = [([*job.prompt, *text] + [0] * width)[:width] for job, text in zip(jobs, texts, strict=True)]
-        logits_BTV = reference.logits(padded)
+        logits_BTV = rig.reference.logits(padded)
         self.texts: list[list[float]] = []
         self.later: list[float] = []  # of tokens that follow an accepted draft
         self.first: list[float] = []  # of tokens that begin a round
         score = variance = 0.0
-        for logits_TV, job, chunks in zip(logits_BTV, jobs, streams, strict=True):
+        for logits_TV, tokens_T, job, chunks in zip(logits_BTV, padded, jobs, streams, strict=True):
             place, us = len(job.prompt) - 1, []
             for chunk in chunks:
                 for offset, token in enumerate(chunk.token_ids):
                     p_V = law(logits_TV[place], job.sampling)
                     assert p_V[token] > 0, f"token {token} has chance zero after {place + 1}"
-                    below = p_V[(p_V < p_V[token]) | ((p_V == p_V[token]) & (np.arange(p_V.size) < token))].sum()
+                    order_V = np.lexsort((p_V, np.round(rig.favour(tokens_T[: place + 1], p_V), 6)))
+                    below = p_V[order_V[: int(np.flatnonzero(order_V == token)[0])]].sum()
                     us.append(float(below + rng.random() * p_V[token]))
                     (self.later if offset else self.first).append(us[-1])
                     logs_V = np.log(p_V, where=p_V > 0, out=np.zeros_like(p_V))
@@ -52,7 +54,7 @@ class Exact:
 
     def assert_uniform(self) -> None:
         """Two chi-squares, each at the oracle's false-alarm rate."""
-        _assert_uniform(np.concatenate(self.texts))
+        assert_uniform(np.concatenate(self.texts))
         pairs = np.concatenate([np.reshape(us[: len(us) // 2 * 2], (-1, 2)) for us in self.texts])
         cells = np.minimum((pairs * PAIRED).astype(int), PAIRED - 1)
         assert_follows(np.bincount(cells @ [PAIRED, 1], minlength=PAIRED**2), np.full(PAIRED**2, PAIRED**-2))
@@ -62,11 +64,12 @@ class Exact:
 
         For laws alone under which reaching an offset says nothing of the token there: not the block law.
         """
-        _assert_uniform(self.first)
-        _assert_uniform(self.later)
+        assert_uniform(self.first)
+        assert_uniform(self.later)
 
 
-def _assert_uniform(us: Sequence[float] | np.ndarray) -> None:
+def assert_uniform(us: Sequence[float] | np.ndarray) -> None:
+    """A chi-square over few cells: what drafts bias goes one way along the ranking, and fewer cells see it sooner."""
     cells = max(2, min(CELLS, len(us) // 20))
     assert len(us) >= 40
     counts = np.bincount(np.minimum((np.asarray(us) * cells).astype(int), cells - 1), minlength=cells)

@@ -6,6 +6,7 @@ drafts know only the column. The ``sure`` target has no attention; its greedy te
 made for it is right, all the way down.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ V = D = 16  # tokens, and as many dimensions
 DRAFTED = 13  # ids that the EAGLE-3 head may say: those of the cycle
 CONTEXT = 128
 MEDUSA_HEADS = 3
+DRAFT_SHARPNESS = 2.0  # drafts are far surer of what they say than the target is
 SCALE = 4.0  # an embedding has root mean square 1, so that norms leave it alone
 THETA = 10000.0
 N, K, H, F = 2, 1, 8, 8  # of the target and the draft model; heads have one head of 16
@@ -65,18 +67,21 @@ def llama(layers: int, blur: float, sharpness: float, seed: int) -> Tensors:
     return found
 
 
-def medusa(sharpness: float) -> Tensors:
-    """Head i guesses token t + 2 + i from token t: i + 2 steps of the chain, and of the cycle."""
-    logits_VV = columns(sharpness)
+@functools.cache
+def reached(steps: int) -> np.ndarray:
+    """[V, V]: column x has the law of the token so many steps after x, as the drafts see it."""
+    logits_VV = columns(DRAFT_SHARPNESS)
     chances_VV = np.exp(logits_VV - logits_VV.max(axis=0))
-    chances_VV /= chances_VV.sum(axis=0)
-    reached, law_VV = np.arange(V), np.eye(V)
-    reached, law_VV = after()[reached], chances_VV @ law_VV
-    found = {}
+    return np.linalg.matrix_power(chances_VV / chances_VV.sum(axis=0), steps)
+
+
+def medusa() -> Tensors:
+    """Head i guesses token t + 2 + i from token t: i + 2 steps of the chain, and of the cycle."""
+    found, end = {}, after()
     for head in range(MEDUSA_HEADS):
-        reached, law_VV = after()[reached], chances_VV @ law_VV
-        guess_VV = np.log(law_VV)
-        guess_VV[reached, np.arange(V)] = guess_VV.max(axis=0) + 0.3
+        end = after()[end]
+        guess_VV = np.log(reached(head + 2))
+        guess_VV[end, np.arange(V)] = guess_VV.max(axis=0) + 0.3
         found[f"{head}.0.linear.weight"] = np.zeros((D, D))
         found[f"{head}.0.linear.bias"] = np.zeros(D)
         found[f"{head}.1.weight"] = guess_VV / SCALE
@@ -99,10 +104,10 @@ def _layer(prefix: str, qk: np.ndarray, v: np.ndarray, o: np.ndarray) -> Tensors
 def eagle1() -> Tensors:
     """The embedding it is given is what it says, a little of the feature with it."""
     eye, nothing = np.eye(D), np.zeros((D, D))
-    return {"fc.weight": np.hstack([1.2 * eye, 0.05 * eye])} | _layer("layers.0", 0.2 * eye, eye, nothing)
+    return {"fc.weight": np.hstack([DRAFT_SHARPNESS * eye, 0.05 * eye])} | _layer("layers.0", 0.2 * eye, eye, nothing)
 
 
-def eagle3(sharpness: float) -> Tensors:
+def eagle3() -> Tensors:
     """Attention looks at the row itself and exchanges the feature's token for the embedded one."""
     eye, nothing = np.eye(D), np.zeros((D, D))
     layer = _layer("midlayer", np.hstack([2 * eye, nothing]), np.hstack([eye, -eye]), eye)
@@ -112,7 +117,7 @@ def eagle3(sharpness: float) -> Tensors:
         "midlayer.hidden_norm.weight": np.ones(D),
         "norm.weight": np.ones(D),
         "fc.weight": np.hstack([0.5 * eye, 0.5 * eye]),  # of the two levels that it sees
-        "lm_head.weight": columns(sharpness)[ids] / SCALE,
+        "lm_head.weight": columns(DRAFT_SHARPNESS)[ids] / SCALE,
         "d2t": np.zeros(DRAFTED, np.int64),
         "t2d": np.arange(V) < DRAFTED,
     }

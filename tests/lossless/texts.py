@@ -9,7 +9,7 @@ from tests.engine.conftest import Job
 from tests.lossless.cases import LEVELS, MAX_LEN, SmallRig
 
 SAMPLED = {"t1": {"temperature": 1.0}, "t0.7-top_p0.9": {"temperature": 0.7, "top_p": 0.9}}
-JOINT = 64  # requests of a chi-square
+JOINT = 80  # requests of a chi-square
 ALONE = 5  # of them, that are repeated alone
 
 

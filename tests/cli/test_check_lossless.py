@@ -101,6 +101,7 @@ def test_a_single_difference_or_a_small_p_value_is_the_verdict() -> None:
     assert not dataclasses.replace(report, smallest_corrected_p=1e-4).lossless
     assert not dataclasses.replace(report, greedy=Identity(5, 100, 0, 1)).lossless
     assert not dataclasses.replace(report, coupled=Identity(5, 100, 0, 1)).lossless
+    assert good.strict() == Identity(5, 100, 0, 1), "in deterministic mode a near-tie is no excuse"
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8}])

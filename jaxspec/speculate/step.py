@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec.model.cache import CACHE_AXES, KVCache, LayerCache, Tree, compact, empty_cache
 from jaxspec.model.llama import Llama, ModelDef, Output
+from jaxspec.speculate.append import append
 from jaxspec.speculate.drafters import Drafter, Seen
 from jaxspec.speculate.judge import Judged, Law, Round, judge, node_depths, nodes_fed
 from jaxspec.speculate.noise import Draws
@@ -23,10 +24,8 @@ from jaxspec.speculate.sampling import (
     round_uniforms,
 )
 from jaxspec.speculate.state import (
-    LENGTH,
     RUNNING,
     STOP_IDS,
-    STOPPED,
     Context,
     DecodeState,
     RowParams,
@@ -229,47 +228,26 @@ class Decoder:
         features_BTX: jax.Array | None,
     ) -> tuple[DecodeState, StepReport]:
         """Appends the accepted run, cut at the first stop; rows with a fault commit nothing."""
-        rows = before.rows
-        n_B = before.length_B
-        slots = state.tokens_BS.shape[1]
         depth = judged.path_BD.shape[1]
-        offsets_E = jnp.arange(depth + 1, dtype=jnp.int32)[None, :]
-
-        committing_B = round_.active_B & (judged.fault_B == 0)
-        run_BE = (offsets_E <= judged.n_accepted_B[:, None]) & committing_B[:, None]
-        stops_BE = jnp.any(judged.tokens_BE[:, :, None] == rows.stop_ids_BE[:, None, :], axis=-1) & run_BE
-        full_BE = (n_B[:, None] + offsets_E + 1 >= rows.max_length_B[:, None]) & run_BE
-        # Kept: the run up to and with its first ending.
-        ended_before_BE = jnp.cumsum((stops_BE | full_BE).astype(jnp.int32), axis=1) - (stops_BE | full_BE)
-        kept_BE = run_BE & (ended_before_BE == 0)
-        n_new_B = jnp.sum(kept_BE, axis=1, dtype=jnp.int32)
-        stopped_B = jnp.any(stops_BE & kept_BE, axis=1)
-        full_B = jnp.any(full_BE & kept_BE, axis=1)
-        finish_B = jnp.where(stopped_B, STOPPED, jnp.where(full_B, LENGTH, RUNNING))
-
-        length_B = n_B + n_new_B
-        # Dropped writes: an index past the end.
-        where_BE = jnp.where(kept_BE, n_B[:, None] + offsets_E, slots)
-        tokens_BS = jax.vmap(lambda row_S, at_E, new_E: row_S.at[at_E].set(new_E, mode="drop"))(
-            state.tokens_BS, where_BE, judged.tokens_BE
-        )
+        appended = append(before, judged, round_.active_B)
+        length_B, committing_B = appended.length_B, appended.committing_B
         cached_B = jnp.where(committing_B, length_B - 1, state.target.length_B)
-        after = before._replace(tokens_BS=tokens_BS, length_B=length_B)
+        after = before._replace(tokens_BS=appended.tokens_BS, length_B=length_B)
         seen = Seen(judged.n_accepted_B, features_BTX, round_.shown)
         drafter = self.drafter.commit(params.drafter, model, state.drafter, before, after, seen, depth)
         state = state._replace(
-            tokens_BS=tokens_BS,
+            tokens_BS=appended.tokens_BS,
             length_B=length_B,
-            finished_B=state.finished_B | (finish_B != RUNNING),
+            finished_B=state.finished_B | (appended.finish_B != RUNNING),
             target=state.target._replace(length_B=cached_B),
             drafter=drafter,
         )
         packed = pack(
-            n_new=n_new_B,
+            n_new=appended.n_new_B,
             n_drafted=jnp.where(committing_B, jnp.sum(round_.drafts.live_BJ, axis=1), 0),
             n_accepted=jnp.where(committing_B, judged.n_accepted_B, 0),
             bonus=committing_B & ~_has_live_child(round_.drafts, judged),
-            finish=finish_B,
+            finish=appended.finish_B,
             fault=judged.fault_B,
             length=length_B,
             ready=self.drafter.ready(drafter, after),

@@ -66,4 +66,5 @@ def assert_partly_accepted(rig: SmallRig) -> None:
     if rig.case.drafter == "none":
         assert counters.num_draft_tokens == 0
     else:
-        assert 0.05 * counters.num_draft_tokens < counters.num_accepted_tokens < 0.9 * counters.num_draft_tokens
+        # A tree drafts many for each that can stand.
+        assert 0.1 * counters.num_drafts < counters.num_accepted_tokens < 0.9 * counters.num_draft_tokens

@@ -3,8 +3,8 @@
 u = (chance of the ids ranked before x) + v p(x), v uniform, is uniform on [0, 1) and independent of all before it if,
 and only if, x is a draw from p, whatever the ranking, as long as it knows the prefix alone (Rosenblatt 1952). Ranked is
 by how much the drafter favours an id, so what a wrong acceptance law prefers or shuns lies in the first or the last
-cells: a chi-square asks whether the numbers are uniform. Ranked by id they are what inverts the law's cumulative sum, as
-the engine does: another chi-square asks whether pairs of neighbours are uniform; random numbers that are used twice
+cells: a chi-square asks whether the numbers are uniform. Ranked by id they are what inverts the law's cumulative sum,
+as the engine does: another chi-square asks whether pairs of neighbours are uniform. Random numbers that are used twice
 show there alone.
 """
 

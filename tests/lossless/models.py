@@ -110,7 +110,7 @@ def eagle1() -> Tensors:
 def eagle3() -> Tensors:
     """Attention looks at the row itself and exchanges the feature's token for the embedded one."""
     eye, nothing = np.eye(D), np.zeros((D, D))
-    layer = _layer("midlayer", np.hstack([2 * eye, nothing]), np.hstack([eye, -eye]), eye)
+    layer = _layer("midlayer", np.hstack([4 * eye, nothing]), np.hstack([eye, -eye]), eye)
     ids = np.arange(DRAFTED)
     return layer | {
         "midlayer.input_layernorm.weight": np.ones(D),

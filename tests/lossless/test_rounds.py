@@ -79,9 +79,10 @@ def test_drafts_that_are_wrong_cost_passes_alone(case: Case, rig: SmallRig, plai
     for job, expected, done in zip(greedy_jobs(), plain.greedy, completions, strict=True):
         assert rig.same_text(job, done.token_ids, expected) == 0
     counts = [done.summary.speculation for done in completions]
-    # Medusa's heads do not see the tokens between, so the least likely one may come after all.
+    # Heads do not see all that the target sees, so the least likely token may come after all.
     accepted = sum(count.num_accepted_draft_tokens for count in counts)
-    assert accepted <= (0.005 * sum(count.num_draft_tokens for count in counts) if case.drafter == "medusa" else 0)
+    allowed = 0.005 * sum(count.num_draft_tokens for count in counts)
+    assert accepted <= (0 if case.drafter == "draft_model" else allowed)
     assert min(count.num_spec_steps for count in counts) > 10
 
 

@@ -96,8 +96,7 @@ def _vocabulary(
         pass_ms = round(1e3 * statistics.median(times[0]), 1)
         found[name] = {"pass, ms": pass_ms}
         for kind, own in zip(kinds, times[1:], strict=True):
-            found[name][kind] = ratio(own, times[0])
-            found[name][f"{kind}, ms"] = round(1e3 * statistics.median(own), 2)
+            found[name][kind] = {**ratio(own, times[0]), "ms": round(1e3 * statistics.median(own), 2)}
     return found
 
 

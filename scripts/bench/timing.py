@@ -65,4 +65,7 @@ def table(console: Console, title: str, rows: dict[str, Any], goal: str) -> None
 
 
 def _shown(cell: Any) -> str:
-    return f"{cell['median']} ({cell['min']}..{cell['max']})" if isinstance(cell, dict) else str(cell)
+    if not isinstance(cell, dict):
+        return str(cell)
+    # Where there are many columns: the median alone, beside what it took.
+    return f"{cell['median']}, {cell['ms']} ms" if "ms" in cell else f"{cell['median']} ({cell['min']}..{cell['max']})"

@@ -1,0 +1,41 @@
+"""A tiny target and packed rows of it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_convert.convert import convert
+from jaxspec.checkpoint import open_checkpoint, restore_params
+from jaxspec.model.llama import define
+from jaxspec.sharding import make_sharding
+from train_heads.packing import Document, pack, plan, stack
+
+ROW = 64
+LENGTHS = (41, 9, 17, 30, 22, 60, 5, 33)
+
+
+@pytest.fixture(scope="session")
+def target(shared, tmp_path_factory):
+    """(definition, parameters) of the 8-layer fixture, float32, one device."""
+    source = shared / "fixtures" / "tiny-llama3-8l" / "hf"
+    checkpoint = open_checkpoint(convert(source, tmp_path_factory.mktemp("target") / "target").path)
+    sharding = make_sharding("1")
+    model = define(checkpoint.config, sharding, jnp.dtype("float32"))
+    return model, restore_params(checkpoint, model.shardings(), model.dtype)
+
+
+@pytest.fixture(scope="session")
+def documents():
+    rng = np.random.default_rng(3)
+    found = []
+    for length in LENGTHS:
+        answer_T = np.arange(length) >= length // 3
+        found.append(Document(rng.integers(0, 500, length).astype(np.int32), answer_T))
+    return found
+
+
+@pytest.fixture(scope="session")
+def rows(documents):
+    """[4, ROW]"""
+    parts = plan(LENGTHS, ROW)
+    return stack([pack([documents[i] for i in part], ROW) for part in parts])

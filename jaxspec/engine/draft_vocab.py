@@ -135,7 +135,8 @@ def _read_list(path: Path, size: int, known: int, own_ids: Sequence[int] | None 
     if len(set(ids)) < len(ids):
         raise UserError(f"{path}: expected each id once, got {len(ids) - len(set(ids))} repetitions")
     if own_ids is not None:
-        ids = [token_id for token_id in ids if token_id in set(own_ids)]
+        own = set(own_ids)
+        ids = [token_id for token_id in ids if token_id in own]
     if len(ids) < size:
         raise UserError(f"{path}: expected at least draft_vocab_size={size} ids, got {len(ids)}")
     return ids[:size]

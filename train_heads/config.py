@@ -43,6 +43,8 @@ class MedusaOptions:
     layers: int = 1  # residual blocks of a head
     own_lm_head: bool = False  # False: the target's
     decay: float = 0.8
+    learn_law: bool = False  # the target's law instead of the token that was said
+    draft_vocab_size: int | None = None  # ids that are learnt, the most frequent ones of the answers; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class EagleOptions:
 
     token_weight: float = 0.1
     noise: float = 0.1
+    draft_vocab_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Eagle3Options:
 
     unroll: int = 4  # steps that the head is fed its own outputs for, the first included
     decay: float = 0.8
-    draft_vocab_size: int | None = None  # the most frequent ids of the answers; None: all
+    draft_vocab_size: int | None = None  # of the head itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class DraftOptions:
     """A distilled draft."""
 
     layers: int = 4
+    draft_vocab_size: int | None = None
 
 
 OPTIONS: Final = {"medusa": MedusaOptions, "eagle": EagleOptions, "eagle3": Eagle3Options, "draft": DraftOptions}
@@ -86,6 +90,8 @@ class RunConfig:
     save_every: int = 100  # steps
     evaluate_every: int = 100  # steps
     keep: int = 2  # checkpoints besides the best
+    features: str = "auto"  # of the target: disk, recompute, or by size and number of epochs
+    serve: int = 8  # held-out prompts that the serving engine decodes before and after training; 0: none
     batches: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     options: MedusaOptions | EagleOptions | Eagle3Options | DraftOptions = dataclasses.field(
@@ -99,6 +105,10 @@ class RunConfig:
             raise UserError(f"options: expected those of {self.kind}, got {type(self.options).__name__}")
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"dtype: expected float32 or bfloat16, got {self.dtype!r}")
+        if self.features not in ("auto", "disk", "recompute"):
+            raise UserError(f"features: expected auto, disk or recompute, got {self.features!r}")
+        if self.keep < 1 or self.serve < 0:
+            raise UserError(f"keep, serve: expected at least 1 and 0, got {self.keep} and {self.serve}")
         _check_batches(self.batches, self.optim)
         for name in ("save_every", "evaluate_every"):
             if getattr(self, name) < 1:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model.llama import ModelDef
-from train_heads.losses import Summed, divergence, hits, summed
-from train_heads.objective import RANKS, Measured, Params, cast, look, over_chunks, run
-from train_heads.packing import Rows, ahead
+from train_heads.objective import Features, Level, Measured, Params, cast, measured_levels, run
+from train_heads.packing import Rows
+from train_heads.words import WordLogits, Words
 
 ENDS = ("embed", "lm_head")
 
@@ -31,6 +31,8 @@ class DraftObjective:
 
     target: ModelDef
     draft: ModelDef
+    words: Words
+    taps: tuple[int, ...] = ()
 
     def init(self, target: Mapping[str, jax.Array], seed: int) -> tuple[Params, Params]:
         """The target's ends are fixed, its layers are where the draft begins."""
@@ -45,21 +47,16 @@ class DraftObjective:
         trained = {name: value.astype(jnp.float32) for name, value in taken.items() if name not in ENDS}
         return trained, {name: value for name, value in taken.items() if name in ENDS}
 
-    def __call__(self, trained: Params, fixed: Params, target: Params, rows: Rows, key: jax.Array) -> Measured:
-        model, output = look(self.target, target, rows)
-        draft = self.draft.merge(cast({**trained, **fixed}, self.draft.dtype))
-        hidden_BTD = run(draft, self.draft, rows).hidden_BTD
-        segments_BT = jnp.asarray(rows.segments_BT)
-        same_BT = (segments_BT > 0) & (ahead(segments_BT, 1) == segments_BT)
-        weights_BT = same_BT & ahead(jnp.asarray(rows.answer_BT), 1, False)
+    def levels(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> list[Level]:
+        """One: a draft's later tokens are this one, further on."""
+        hidden_BTD = run(self.draft, cast({**trained, **fixed}, self.draft.dtype), rows).hidden_BTD
+        return [Level("draft", 1, hidden_BTD, WordLogits.of(self.draft, fixed, self.words))]
 
-        def judge(hidden_BCD: jax.Array, teacher_BCD: jax.Array, weights_BC: jax.Array) -> dict[str, Summed]:
-            logits_BCV, teacher_BCV = draft.logits(hidden_BCD), model.logits(teacher_BCD)
-            ids_BC = jnp.argmax(teacher_BCV, axis=-1)
-            return {
-                "loss": summed(divergence(logits_BCV, teacher_BCV), weights_BC),
-                **{f"top{rank}": summed(hits(logits_BCV, ids_BC, rank), weights_BC) for rank in RANKS},
-            }
-
-        found = over_chunks(judge, hidden_BTD, output.hidden_BTD, weights_BT)
-        return Measured(found["loss"], {f"draft/{name}": value for name, value in found.items()})
+    def __call__(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> Measured:
+        levels = self.levels(trained, fixed, target, rows, features, key)
+        teacher = WordLogits.of(self.target, target, self.words)
+        return measured_levels(levels, [1.0], "divergence", teacher, self.words, rows, features)

@@ -14,10 +14,12 @@ from jaxspec.model.cache import Tree
 from jaxspec.model.heads.config import EagleConfig, resolved_aux_layers
 from jaxspec.model.heads.definition import HeadsDef, random_heads
 from jaxspec.model.heads.params import INDEX_LEAVES
+from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import ModelDef
-from train_heads.losses import Summed, hits, smooth_l1, soft_cross_entropy, summed
-from train_heads.objective import RANKS, Measured, Params, cast, look, over_chunks, tables_of
+from train_heads.losses import Summed, smooth_l1, summed
+from train_heads.objective import Features, Level, Measured, Params, cast, measured_levels, rows_ahead
 from train_heads.packing import Rows, ahead, packed_tree, served
+from train_heads.words import WordLogits, Words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,35 +32,39 @@ class EagleObjective:
 
     target: ModelDef
     heads: HeadsDef
+    words: Words
     token_weight: float
     noise: float
+    taps: tuple[int, ...] = ()
 
     def init(self, target: Mapping[str, jax.Array], seed: int) -> tuple[Params, Params]:
         return _masters(random_heads(self.heads, seed)), {}
 
-    def __call__(self, trained: Params, fixed: Params, target: Params, rows: Rows, key: jax.Array) -> Measured:
-        model, output = look(self.target, target, rows)
-        tables = tables_of(model)
+    def levels(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> list[Level]:
+        """One: the paper trains a single step, on the target's features."""
+        teacher = WordLogits.of(self.target, target, self.words)
+        tables = TargetTables(self.target.merge(target).embed, teacher)
         head = self.heads.merge(cast(trained, self.heads.dtype))
-        features_BTD = output.hidden_BTD
-        if self.noise:
+        features_BTD = features.hidden_BTD
+        if self.noise and key is not None:
             features_BTD += jax.random.uniform(key, features_BTD.shape, minval=-self.noise, maxval=self.noise)
-        hidden_BTD = _unroll(self.heads, head, tables, rows, features_BTD, 1)[0]
+        (hidden_BTD,) = _unroll(self.heads, head, tables, rows, features_BTD, 1)
+        return [Level("step0", 2, hidden_BTD, teacher)]
 
-        def judge(hidden_BCD: jax.Array, next_BCD: jax.Array, weights_BC: jax.Array) -> dict[str, Summed]:
-            logits_BCV, teacher_BCV = tables.logits(hidden_BCD), tables.logits(next_BCD)
-            ids_BC = jnp.argmax(teacher_BCV, axis=-1)
-            return {
-                "feature": summed(smooth_l1(hidden_BCD, next_BCD), weights_BC),
-                "token": summed(soft_cross_entropy(logits_BCV, teacher_BCV), weights_BC),
-                **{f"top{rank}": summed(hits(logits_BCV, ids_BC, rank), weights_BC) for rank in RANKS},
-            }
-
-        found = over_chunks(judge, hidden_BTD, _ahead(output.hidden_BTD, 1), served(rows, 2))
-        loss = found["feature"].total + self.token_weight * found["token"].total
-        return Measured(
-            Summed(loss, found["feature"].weight), {f"step0/{name}": value for name, value in found.items()}
-        )
+    def __call__(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> Measured:
+        levels = self.levels(trained, fixed, target, rows, features, key)
+        teacher = WordLogits.of(self.target, target, self.words)
+        measured = measured_levels(levels, [self.token_weight], "law", teacher, self.words, rows, features)
+        next_BTD = rows_ahead(features.hidden_BTD, 1)
+        feature = summed(smooth_l1(levels[0].hidden_BTD, next_BTD), served(rows, 2))
+        # A mean over its own tokens, as the other one is: the two weigh the same whatever the words leave out.
+        share = measured.loss.weight / jnp.maximum(feature.weight, 1)
+        loss = Summed(measured.loss.total + share * feature.total, measured.loss.weight)
+        return Measured(loss, {**measured.shown, "step0/feature": feature})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Eagle3Objective:
 
     target: ModelDef
     heads: HeadsDef
-    target_ids: tuple[int, ...]  # of the draft's vocabulary, ascending; empty: all
+    words: Words
     steps: int
     decay: float
 
@@ -80,63 +86,45 @@ class Eagle3Objective:
         assert isinstance(self.heads.config, EagleConfig)
         return self.heads.config
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return resolved_aux_layers(self.config, self.target.config.num_layers)
+
     def init(self, target: Mapping[str, jax.Array], seed: int) -> tuple[Params, Params]:
         """The LM head begins as the target's rows of its vocabulary, the rest at random."""
         params = random_heads(self.heads, seed)
         shardings = self.heads.shardings()
-        table = target["embed" if self.target.config.tie_word_embeddings else "lm_head"]
-        if self.target_ids:
-            ids = jnp.asarray(self.target_ids, jnp.int32)
-            params["target_ids"], table = ids, table[ids]
-        params["lm_head"] = table
+        if not self.words.whole:
+            params["target_ids"] = jnp.asarray(self.words.ids, jnp.int32)
+        params["lm_head"] = self.words.rows(target["embed" if self.target.config.tie_word_embeddings else "lm_head"])
         params = {name: jax.device_put(value, shardings[name]) for name, value in params.items()}
         return _masters(params), {name: value for name, value in params.items() if name in INDEX_LEAVES}
 
-    def __call__(self, trained: Params, fixed: Params, target: Params, rows: Rows, key: jax.Array) -> Measured:
-        taps = resolved_aux_layers(self.config, self.target.config.num_layers)
-        model, output = look(self.target, target, rows, taps)
-        tables = tables_of(model)
+    def levels(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> list[Level]:
+        """One per step."""
+        model = self.target.merge(target)
+        tables = TargetTables(model.embed, model.logits)
         head = self.heads.merge({**cast(trained, self.heads.dtype), **fixed})
-        assert output.taps_BTX is not None
-        hidden = _unroll(self.heads, head, tables, rows, output.taps_BTX, self.steps)
-        place_V = None
-        if self.target_ids:
-            outside = jnp.full((self.config.vocab_size,), self.config.draft_vocab_size, jnp.int32)
-            place_V = outside.at[fixed["target_ids"]].set(jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32))
+        assert features.taps_BTX is not None
+        hidden = _unroll(self.heads, head, tables, rows, features.taps_BTX, self.steps)
+        return [
+            Level(f"step{step}", 2 + step, hidden_BTD, lambda hidden_BCD: head.logits(hidden_BCD, tables))
+            for step, hidden_BTD in enumerate(hidden)
+        ]
 
-        def judge(hidden_BCD: jax.Array, next_BCD: jax.Array, weights_BC: jax.Array) -> dict[str, Summed]:
-            logits_BCV = head.logits(hidden_BCD, tables)
-            teacher_BCV = tables.logits(next_BCD)
-            best_BC = jnp.argmax(teacher_BCV, axis=-1)
-            known_BC = jnp.ones(best_BC.shape, bool)
-            if place_V is not None:
-                teacher_BCV = teacher_BCV[..., fixed["target_ids"]]
-                best_BC = place_V[best_BC]
-                known_BC = best_BC < self.config.draft_vocab_size
-            best_BC = jnp.where(known_BC, best_BC, 0)
-            return {
-                # A token outside the draft's vocabulary teaches nothing but counts as a miss.
-                "loss": summed(soft_cross_entropy(logits_BCV, teacher_BCV), weights_BC & known_BC),
-                **{f"top{rank}": summed(hits(logits_BCV, best_BC, rank) & known_BC, weights_BC) for rank in RANKS},
-            }
-
-        found: dict[str, Summed] = {}
-        total, weight = jnp.float32(0), jnp.float32(0)
-        for step, hidden_BTD in enumerate(hidden):
-            sums = over_chunks(judge, hidden_BTD, _ahead(output.hidden_BTD, 1 + step), served(rows, 2 + step))
-            found |= {f"step{step}/{name}": value for name, value in sums.items()}
-            total += self.decay**step * sums["loss"].total
-            weight += sums["loss"].weight if step == 0 else 0
-        return Measured(Summed(total, weight), found)
+    def __call__(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> Measured:
+        levels = self.levels(trained, fixed, target, rows, features, key)
+        teacher = WordLogits.of(self.target, target, self.words)
+        shares = [self.decay**step for step in range(self.steps)]
+        return measured_levels(levels, shares, "law", teacher, self.words, rows, features)
 
 
 def _masters(params: Mapping[str, jax.Array]) -> Params:
     return {name: value.astype(jnp.float32) for name, value in params.items() if name not in INDEX_LEAVES}
-
-
-def _ahead(values_BTD: jax.Array, places: int) -> jax.Array:
-    """The rows ``places`` tokens further on; zeros past the end."""
-    return jnp.pad(values_BTD, ((0, 0), (0, places), (0, 0)))[:, places:]
 
 
 def _unroll(

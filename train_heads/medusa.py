@@ -8,19 +8,27 @@ import jax.numpy as jnp
 
 from jaxspec.model.heads.config import MedusaConfig
 from jaxspec.model.heads.definition import HeadsDef, random_heads
+from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import ModelDef
-from train_heads.losses import Summed, cross_entropy, hits, summed
-from train_heads.objective import RANKS, Measured, Params, cast, look, over_chunks, tables_of
-from train_heads.packing import Rows, ahead, served
+from train_heads.objective import Features, Learns, Level, Measured, Params, cast, measured_levels
+from train_heads.packing import Rows
+from train_heads.words import WordLogits, Words
 
 
 @dataclasses.dataclass(frozen=True)
 class MedusaObjective:
-    """``decay``: head i counts decay ** i, for a deep guess is rarely asked for (0.8 in the authors' code)."""
+    """``decay``: head i counts decay ** i, for a deep guess is rarely asked for (0.8 in the authors' code).
+
+    ``learns``: the token that was said (the paper's Medusa-1), or the target's law there, of which that token is one
+    draw: the same optimum with less noise.
+    """
 
     target: ModelDef
     heads: HeadsDef
+    words: Words
     decay: float
+    learns: Learns = "token"
+    taps: tuple[int, ...] = ()
 
     @property
     def config(self) -> MedusaConfig:
@@ -37,28 +45,23 @@ class MedusaObjective:
         }
         return {name: jax.device_put(value, shardings[name]) for name, value in trained.items()}, {}
 
-    def __call__(self, trained: Params, fixed: Params, target: Params, rows: Rows, key: jax.Array) -> Measured:
-        model, output = look(self.target, target, rows)
+    def levels(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> list[Level]:
+        """One per head."""
         heads = self.heads.merge(cast(trained, self.heads.dtype)).heads
-        tables = tables_of(model)
-        tokens_BT = jnp.asarray(rows.tokens_BT)
-        found: dict[str, Summed] = {}
-        loss = Summed(jnp.float32(0), jnp.float32(0))
-        for index, head in enumerate(heads):
-            weights_BT = served(rows, 2 + index)
-
-            def judge(
-                hidden_BCD: jax.Array, ids_BC: jax.Array, weights_BC: jax.Array, head: object = head
-            ) -> dict[str, Summed]:
-                logits_BCV = head(hidden_BCD, tables)  # pyright: ignore[reportCallIssue]
-                tops = {f"top{rank}": summed(hits(logits_BCV, ids_BC, rank), weights_BC) for rank in RANKS}
-                return {"loss": summed(cross_entropy(logits_BCV, ids_BC), weights_BC), **tops}
-
-            sums = over_chunks(judge, output.hidden_BTD, ahead(tokens_BT, 2 + index), weights_BT)
-            found |= {f"head{index}/{name}": value for name, value in sums.items()}
-            # Every head's mean over its own tokens, weighed.
-            share = self.decay**index
-            loss = Summed(
-                loss.total + share * sums["loss"].total, loss.weight + (sums["loss"].weight if not index else 0)
+        tables = TargetTables(lambda tokens_BT: tokens_BT, WordLogits.of(self.target, target, self.words))
+        return [
+            Level(
+                f"head{index}", 2 + index, features.hidden_BTD, lambda hidden_BCD, head=head: head(hidden_BCD, tables)
             )
-        return Measured(loss, found)
+            for index, head in enumerate(heads)
+        ]
+
+    def __call__(
+        self, trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array | None
+    ) -> Measured:
+        levels = self.levels(trained, fixed, target, rows, features, key)
+        teacher = WordLogits.of(self.target, target, self.words)
+        shares = [self.decay**index for index in range(len(levels))]
+        return measured_levels(levels, shares, self.learns, teacher, self.words, rows, features)

@@ -13,7 +13,7 @@ import optax
 from jaxspec.sharding import Sharding
 from train_heads.config import OptimConfig
 from train_heads.losses import Summed
-from train_heads.objective import Measured, Objective, Params
+from train_heads.objective import Features, Measured, Objective, Params, look
 from train_heads.packing import Rows
 
 
@@ -78,36 +78,41 @@ def start(transform: optax.GradientTransformation, trained: Params, sharding: Sh
 
 def make_step(
     objective: Objective, config: OptimConfig, sharding: Sharding, seed: int, like: TrainState
-) -> Callable[[TrainState, Params, Params, Rows], tuple[TrainState, Taken]]:
-    """The compiled step: (state, fixed, target, rows [A, B, T]) with A parts.
+) -> Callable[..., tuple[TrainState, Taken]]:
+    """The compiled step: (state, fixed, target, rows [A, B, T], features of them) with A parts.
 
-    It donates the state, which lies as ``like`` does.
+    It donates the state, which lies as ``like`` does. Without features the target's pass is part of the step.
     """
     transform, rate_of = optimizer(config), schedule(config)
 
     def loss_of(
-        trained: Params, fixed: Params, target: Params, rows: Rows, key: jax.Array
+        trained: Params, fixed: Params, target: Params, rows: Rows, features: Features, key: jax.Array
     ) -> tuple[jax.Array, Measured]:
-        measured = objective(trained, fixed, target, rows, key)
+        measured = objective(trained, fixed, target, rows, features, key)
         return measured.loss.total, measured
 
-    def step(state: TrainState, fixed: Params, target: Params, rows: Rows) -> tuple[TrainState, Taken]:
+    def step(
+        state: TrainState, fixed: Params, target: Params, rows: Rows, features: Features | None = None
+    ) -> tuple[TrainState, Taken]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
 
-        def part(index: jax.Array, rows: Rows) -> tuple[Params, Measured]:
+        def part(index: jax.Array, rows: Rows, features: Features | None) -> tuple[Params, Measured]:
             rows = Rows(*(sharding.constrain(jnp.asarray(x), "batch", "tokens") for x in rows))
+            if features is None:
+                features = look(objective.target, target, rows, objective.taps)
+            features = jax.tree.map(lambda x: sharding.constrain(x, "batch", "tokens", "embed"), features)
             grads, measured = jax.grad(loss_of, has_aux=True)(
-                state.trained, fixed, target, rows, jax.random.fold_in(key, index)
+                state.trained, fixed, target, rows, features, jax.random.fold_in(key, index)
             )
             return grads, measured
 
-        def add(total: Any, each: tuple[jax.Array, Rows]) -> tuple[Any, None]:
+        def add(total: Any, each: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, part(*each)), None
 
-        parts = jnp.arange(rows.tokens_BT.shape[0])
-        first = jax.eval_shape(lambda: part(parts[0], Rows(*(x[0] for x in rows))))
+        parts = (jnp.arange(rows.tokens_BT.shape[0]), rows, features)
+        first = jax.eval_shape(lambda: part(*jax.tree.map(lambda x: jnp.asarray(x)[0], parts)))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-        (grads, measured), _ = jax.lax.scan(add, zeros, (parts, rows))
+        (grads, measured), _ = jax.lax.scan(add, zeros, parts)
         weight = jnp.maximum(measured.loss.weight, 1)
         grads = jax.tree.map(lambda x: x / weight, grads)
         norm = optax.tree.norm(grads)
@@ -124,10 +129,16 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, sharding.replicated))
 
 
-def make_measure(objective: Objective) -> Callable[[Params, Params, Params, Rows], Measured]:
-    """The compiled sums over rows [B, T], without a step."""
-    key = jax.random.key(0)
-    return jax.jit(lambda trained, fixed, target, rows: objective(trained, fixed, target, rows, key))
+def make_measure(objective: Objective) -> Callable[[Params, Params, Params, Rows, Features], Measured]:
+    """The compiled sums over rows [B, T], without a step and without noise."""
+    return jax.jit(
+        lambda trained, fixed, target, rows, features: objective(trained, fixed, target, rows, features, None)
+    )
+
+
+def make_look(objective: Objective) -> Callable[[Params, Rows], Features]:
+    """The compiled pass of the target over rows [B, T]."""
+    return jax.jit(lambda target, rows: look(objective.target, target, rows, objective.taps))
 
 
 def mean(measured: list[Measured]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from jaxspec.engine.records import Chunk, Loads, ModelInfo, ServerInfo
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequest
 from jaxspec.speculate.programs import Programs
+from jaxspec.text import Tokenizer
 
 
 class Engine:
@@ -187,6 +188,16 @@ class Engine:
             submitting.add_done_callback(lambda done: None if done.exception() else self._loop.cancel(done.result()))
             raise
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's; None where the checkpoint has none."""
+        return self._loaded.tokenizer
+
+    def encode(self, prompt: Prompt | str | Sequence[int]) -> list[int]:
+        """The token ids that :meth:`generate` would start from. Raises InvalidRequest."""
+        vocab = self.programs.decoder.valid_vocab
+        return encode_prompt(Prompt.of(prompt), self.tokenizer, vocab=vocab, max_len=self._max_len)
+
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish reason "abort". False when there is none of that id."""
         found = self._loop.find(request_id)
@@ -207,11 +218,10 @@ class Engine:
         sampling = sampling or SamplingParams()
         speculation = speculation or SpeculationParams()
         self._loop.refuse_unless_open()
-        vocab = self.programs.decoder.valid_vocab
-        sampling.validate(vocab)
+        sampling.validate(self.programs.decoder.valid_vocab)
         speculation.validate()
         tokenizer = self._loaded.tokenizer
-        prompt_ids = encode_prompt(Prompt.of(prompt), tokenizer, vocab=vocab, max_len=self._max_len)
+        prompt_ids = self.encode(prompt)
         gamma = speculation.num_speculative_tokens
         if gamma is None:
             gamma = self._loaded.speculation.num_speculative_tokens

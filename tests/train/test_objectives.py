@@ -9,14 +9,16 @@ import pytest
 
 from jaxspec.model.heads.config import EagleConfig, MedusaConfig
 from jaxspec.model.heads.definition import define_heads
+from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import define
 from train_heads.config import OptimConfig
 from train_heads.draft import DraftObjective
 from train_heads.eagle import Eagle3Objective, EagleObjective, _unroll
 from train_heads.medusa import MedusaObjective
-from train_heads.objective import look, tables_of
+from train_heads.objective import look
 from train_heads.packing import Rows
 from train_heads.step import make_step, optimizer, start
+from train_heads.words import Words
 
 STEPS = 3
 
@@ -25,9 +27,10 @@ def objective(kind, model):
     config, sharding, dtype = model.config, model.sharding, model.dtype
     if kind == "medusa":
         heads = MedusaConfig(config.hidden_size, config.vocab_size, 3, 1, own_lm_head=False)
-        return MedusaObjective(model, define_heads(heads, sharding, dtype), 0.8)
+        return MedusaObjective(model, define_heads(heads, sharding, dtype), Words(config.vocab_size), 0.8)
     if kind == "draft":
-        return DraftObjective(model, define(dataclasses.replace(config, num_layers=2), sharding, dtype))
+        small = define(dataclasses.replace(config, num_layers=2), sharding, dtype)
+        return DraftObjective(model, small, Words(config.vocab_size))
     taken = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size")
     heads = EagleConfig(
         method=kind,
@@ -41,8 +44,12 @@ def objective(kind, model):
     )
     definition = define_heads(heads, sharding, dtype)
     if kind == "eagle":
-        return EagleObjective(model, definition, 0.1, 0.1)
-    return Eagle3Objective(model, definition, tuple(range(0, 512, 4)), STEPS, 0.8)
+        return EagleObjective(model, definition, Words(config.vocab_size), 0.1, 0.1)
+    return Eagle3Objective(model, definition, Words(config.vocab_size, tuple(range(0, 512, 4))), STEPS, 0.8)
+
+
+def tables_of(model):
+    return TargetTables(model.embed, model.logits)
 
 
 def cut(rows, parts):
@@ -101,9 +108,9 @@ def test_a_heads_steps_are_those_of_serving(target, rows, kind):
 
     @jax.jit
     def both(trained, rows):
-        llama, output = look(model, params, rows, taps)
-        head, tables = made.heads.merge({**trained, **fixed}), tables_of(llama)
-        features = output.taps_BTX if taps else output.hidden_BTD
+        found = look(model, params, rows, taps)
+        head, tables = made.heads.merge({**trained, **fixed}), tables_of(model.merge(params))
+        features = found.taps_BTX if taps else found.hidden_BTD
         return features, jnp.stack(_unroll(made.heads, head, tables, rows, features, STEPS))
 
     features, unrolled = both(trained, rows)

@@ -1,0 +1,5 @@
+import sys
+
+from train_heads.cli import main
+
+sys.exit(main())

@@ -1,0 +1,148 @@
+"""Heads in the serving engine, on prompts that training never saw: what they give, and whether training knew it.
+
+The engine decodes greedily, plain chains drafted greedily, and reports how many drafts it accepted. The same texts go
+through the training code, whose guesses say which drafts are right: walking over them as the engine does must accept as
+many. A shift of labels, positions or hidden states between training and serving shows here at once.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec import Completion, Engine, SamplingParams, SpeculationConfig
+from train_heads.corpus import Batch
+from train_heads.draft import DraftObjective
+from train_heads.eagle import EagleObjective
+from train_heads.job import Job, place
+from train_heads.medusa import MedusaObjective
+from train_heads.objective import Objective, Params, guesses, look
+from train_heads.packing import Document, pack
+
+
+class Served(NamedTuple):
+    """What the engine measured. Rates are means over all tokens of all prompts."""
+
+    tokens_per_target_pass: float  # greedy
+    tokens_per_target_pass_sampled: float  # T = 1
+    acceptance: tuple[float, ...]  # [i]: of greedy drafts i, how many were accepted of those that were drafted
+    accepted: int  # greedy drafts, by the engine
+    foreseen: int  # the same by the training code's guesses
+
+    def as_dict(self) -> dict[str, float]:
+        """For the log."""
+        rates = {f"acceptance{index}": rate for index, rate in enumerate(self.acceptance)}
+        values = self._asdict() | rates
+        del values["acceptance"]
+        return values
+
+    @property
+    def agrees(self) -> bool:
+        """To 1 %, or a draft or two: near-ties may fall either way."""
+        return abs(self.accepted - self.foreseen) <= max(3, 0.01 * self.accepted)
+
+
+def serve(job: Job, folder: Path, trained: Params, fixed: Params, tokens: int = 48) -> Served:
+    """Loads ``folder`` beside the target and decodes the prompts of held-out documents."""
+    objective, config = job.objective, job.config
+    prompts = _prompts(job, config.serve, tokens)
+    depth = _depth(objective)
+    is_draft = isinstance(objective, DraftObjective)
+    words = objective.words
+    speculation = SpeculationConfig(
+        method="draft_model" if is_draft else config.kind,
+        num_speculative_tokens=depth,
+        tree_topk=1,
+        tree_choices=",".join(["1"] * depth) if config.kind == "medusa" else None,
+        draft_sample_method="greedy",
+        draft_vocab_size=None if words.whole or config.kind == "eagle3" else words.size,
+    )
+    with Engine.load(
+        config.target,
+        draft=folder if is_draft else None,
+        heads=None if is_draft else folder,
+        speculation=speculation,
+        mesh=config.mesh,
+        dtype=config.dtype,
+        max_slots=min(4, config.serve),
+        max_len=config.batches.row,
+        max_queue=2 * config.serve,
+    ) as engine:
+        greedy = _decode(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0.0))
+        drawn = _decode(engine, prompts, SamplingParams(max_tokens=tokens, temperature=1.0, seed=1))
+    histogram = np.sum([done.summary.speculation.acceptance_histogram for done in greedy], axis=0)[: depth + 1]
+    reached = np.cumsum(histogram[::-1])[::-1]  # [i]: steps that accepted at least i drafts
+    foreseen = 0
+    for prompt, done in zip(prompts, greedy, strict=True):
+        foreseen += _foreseen(job, trained, fixed, prompt, done, depth)
+    return Served(
+        _per_pass(greedy),
+        _per_pass(drawn),
+        tuple((reached[1:] / np.maximum(reached[:-1], 1)).tolist()),
+        sum(done.summary.speculation.num_accepted_draft_tokens for done in greedy),
+        foreseen,
+    )
+
+
+def _depth(objective: Objective) -> int:
+    """Levels whose guesses training knows: a deeper one would rest on drafts that it never made."""
+    if isinstance(objective, MedusaObjective):
+        return min(4, objective.config.num_heads)
+    if isinstance(objective, EagleObjective):
+        return 1
+    return 4 if isinstance(objective, DraftObjective) else min(4, objective.steps)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _prompts(job: Job, count: int, tokens: int) -> list[list[int]]:
+    """What comes before the first answer of held-out documents, where an answer of ``tokens`` has room."""
+    found = []
+    for number in job.held_out_documents:
+        document = job.corpus[number]
+        start = int(np.argmax(document.answer_T))
+        if 0 < start <= job.config.batches.row - tokens - 16:
+            found.append(document.ids_T[:start].tolist())
+        if len(found) == count:
+            break
+    return found
+
+
+def _decode(engine: Engine, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[Completion]:
+    streams = [engine.generate(prompt, sampling) for prompt in prompts]
+    return [Completion.of(stream) for stream in streams]
+
+
+def _per_pass(done: Sequence[Completion]) -> float:
+    passes = sum((len(each.token_ids) - 1) / each.summary.speculation.tokens_per_target_pass for each in done
+                 if len(each.token_ids) > 1)
+    return sum(len(each.token_ids) - 1 for each in done) / passes if passes else 0.0
+
+
+def _foreseen(job: Job, trained: Params, fixed: Params, prompt: list[int], done: Completion, depth: int) -> int:
+    """How many drafts the engine accepts of this text if it drafts what the training code guesses."""
+    ids_T = np.array([*prompt, *done.token_ids], np.int32)
+    rows = pack([Document(ids_T, np.arange(len(ids_T)) >= len(prompt))], job.config.batches.row)
+    guessed_KT = np.asarray(_guesses(job)(trained, fixed, job.target, place(job, Batch((0,), rows).rows, False)))[:, 0]
+    first = 1 if isinstance(job.objective, DraftObjective) else 2
+    at, accepted = len(prompt), 0  # ``at``: the pending token, said but not yet passed through the target
+    while at < len(ids_T) - 1:
+        right = 0
+        while right < depth and at + 1 + right < len(ids_T):
+            level, row = (0, at + right) if first == 1 else (right, at - 1)
+            if guessed_KT[level, row] != ids_T[at + 1 + right]:
+                break
+            right += 1
+        accepted += right
+        at += right + 1
+    return accepted
+
+
+def _guesses(job: Job) -> object:
+    objective = job.objective
+
+    def run(trained: Params, fixed: Params, target: Params, rows: object) -> jax.Array:
+        features = look(objective.target, target, rows, objective.taps)  # pyright: ignore[reportArgumentType]
+        return guesses(objective.levels(trained, fixed, target, rows, features, None), objective.words)  # pyright: ignore[reportArgumentType]
+
+    return jax.jit(run)

@@ -60,7 +60,9 @@ class Checkpoints:
         """A state laid out as ``like``."""
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _tree(like))
         tree = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
-        return TrainState(tree["step"], tree["trained"], jax.tree.unflatten(jax.tree.structure(like.moments), tree["moments"]))
+        return TrainState(
+            tree["step"], tree["trained"], jax.tree.unflatten(jax.tree.structure(like.moments), tree["moments"])
+        )
 
     def wait(self) -> None:
         """What was begun is whole on disk afterwards."""

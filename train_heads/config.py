@@ -10,67 +10,75 @@ Kind = Literal["medusa", "eagle", "eagle3", "draft"]
 KINDS: Final = ("medusa", "eagle", "eagle3", "draft")
 
 
+def _option(default: Any, help: str) -> Any:
+    """A field that is also a flag of the command line, with this help."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What is trained on, and how it is cut."""
 
-    row: int = 512  # tokens of a packed row, a multiple of 128 (or one shorter row)
-    rows: int = 8  # rows of a step, over all devices and accumulated parts
-    held_out: float = 0.05  # share of the documents that is never trained on
-    seed: int = 0  # of the order and of the held-out part
+    row: int = _option(512, "tokens of a packed row: at most 128, or a multiple of 128")
+    rows: int = _option(8, "rows of a step, over all devices and accumulated parts")
+    held_out: float = _option(0.05, "share of the documents that is never trained on")
+    seed: int = _option(0, "of the order of rows and of the held-out part")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """AdamW (Loshchilov and Hutter 2019) with warm-up and a cosine to ``final`` of the peak."""
 
-    learning_rate: float = 1e-3
-    steps: int = 1000
-    warmup: int = 50
-    final: float = 0.1
-    weight_decay: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.95
-    clip: float = 0.5  # global norm of the gradient
-    accumulate: int = 1  # parts that a step's rows are taken in, one after the other
+    learning_rate: float = _option(1e-3, "peak of the learning rate")
+    steps: int = _option(1000, "optimiser steps")
+    warmup: int = _option(50, "steps until the peak")
+    final: float = _option(0.1, "share of the peak at the last step")
+    weight_decay: float = _option(0.0, "of matrices")
+    b1: float = _option(0.9, "decay of the first moment")
+    b2: float = _option(0.95, "decay of the second moment")
+    clip: float = _option(0.5, "global norm that a gradient is cut to")
+    accumulate: int = _option(1, "parts that a step's rows are taken in, one after the other")
+
+
+_WORDS: Final = "ids that are learnt, the most frequent ones of the answers; default all"
 
 
 @dataclasses.dataclass(frozen=True)
 class MedusaOptions:
     """Medusa-1."""
 
-    heads: int = 4
-    layers: int = 1  # residual blocks of a head
-    own_lm_head: bool = False  # False: the target's
-    decay: float = 0.8
-    learn_law: bool = False  # the target's law instead of the token that was said
-    draft_vocab_size: int | None = None  # ids that are learnt, the most frequent ones of the answers; None: all
+    heads: int = _option(4, "heads: tokens drafted after the pending one")
+    layers: int = _option(1, "residual blocks of a head")
+    own_lm_head: bool = _option(False, "an LM head for each head, instead of the target's")
+    decay: float = _option(0.8, "head i counts decay ** i")
+    learn_law: bool = _option(False, "learn the target's law instead of the token that was said")
+    draft_vocab_size: int | None = _option(None, _WORDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class EagleOptions:
     """EAGLE-1."""
 
-    token_weight: float = 0.1
-    noise: float = 0.1
-    draft_vocab_size: int | None = None
+    token_weight: float = _option(0.1, "of the cross-entropy beside the regression of features")
+    noise: float = _option(0.1, "half the width of the uniform noise on features")
+    draft_vocab_size: int | None = _option(None, _WORDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Options:
     """EAGLE-3."""
 
-    unroll: int = 4  # steps that the head is fed its own outputs for, the first included
-    decay: float = 0.8
-    draft_vocab_size: int | None = None  # of the head itself
+    unroll: int = _option(4, "steps that the head is fed its own outputs for, the first included")
+    decay: float = _option(0.8, "step k counts decay ** k")
+    draft_vocab_size: int | None = _option(None, f"{_WORDS}; also the size of the head's own LM head")
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftOptions:
     """A distilled draft."""
 
-    layers: int = 4
-    draft_vocab_size: int | None = None
+    layers: int = _option(4, "layers, taken evenly from the target's")
+    draft_vocab_size: int | None = _option(None, _WORDS)
 
 
 OPTIONS: Final = {"medusa": MedusaOptions, "eagle": EagleOptions, "eagle3": Eagle3Options, "draft": DraftOptions}
@@ -84,14 +92,14 @@ class RunConfig:
     target: str
     data: str
     out: str
-    mesh: str = "auto"
-    dtype: str = "float32"  # of the computation; masters are float32
-    seed: int = 0  # of the parameters and of noise
-    save_every: int = 100  # steps
-    evaluate_every: int = 100  # steps
-    keep: int = 2  # checkpoints besides the best
-    features: str = "auto"  # of the target: disk, recompute, or by size and number of epochs
-    serve: int = 8  # held-out prompts that the serving engine decodes before and after training; 0: none
+    mesh: str = _option("auto", "auto, a device count, or data=4,model=1")
+    dtype: str = _option("float32", "of the computation, float32 or bfloat16; masters are float32")
+    seed: int = _option(0, "of the parameters and of noise")
+    save_every: int = _option(100, "steps between checkpoints")
+    evaluate_every: int = _option(100, "steps between evaluations on what is held out")
+    keep: int = _option(2, "checkpoints kept besides the best")
+    features: str = _option("auto", "of the target: disk, recompute, or auto (by size and number of epochs)")
+    serve: int = _option(8, "held-out prompts that the serving engine decodes before and after training; 0: none")
     batches: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     options: MedusaOptions | EagleOptions | Eagle3Options | DraftOptions = dataclasses.field(

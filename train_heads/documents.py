@@ -1,4 +1,4 @@
-"""Lines of JSON to prompts and to documents: which forms of training data are understood, and what an answer is in each.
+"""Lines of JSON to prompts and to documents: which forms are understood, and what an answer is in each.
 
 ==========================================  ============================================================
 ``{"prompt_ids": [..], "answer_ids": [..]}``  token ids as they were generated: nothing is tokenised twice

@@ -64,7 +64,7 @@ def make_job(config: RunConfig) -> Job:
     if parts % sharding.mesh.shape["data"]:
         devices = sharding.mesh.shape["data"]
         raise UserError(f"batches.rows: expected parts of a multiple of {devices} rows (mesh axis data), got {parts}")
-    # XLA's CPU backend has no scatter of bfloat16.
+    # The target's pass is serving's own, to the dtype of its cache; what is trained has caches of the computation's.
     cache_dtype = jnp.dtype("float32") if jax.default_backend() == "cpu" else dtype
     model = define(checkpoint.config, sharding, dtype, cache_dtype)
     eos = set(checkpoint.config.eos_token_ids) | set(() if tokenizer is None else tokenizer.eos_ids)
@@ -93,20 +93,20 @@ def _objective(config: RunConfig, model: ModelDef, words: Words) -> Objective:
         case MedusaOptions():
             if options.own_lm_head and not words.whole:
                 raise UserError("options.draft_vocab_size: expected none with own_lm_head, whose rows are all ids")
-            heads = define_heads(_heads_config(config, model, words), model.sharding, model.dtype, model.cache_dtype)
+            heads = define_heads(_heads_config(config, model, words), model.sharding, model.dtype)
             return MedusaObjective(model, heads, words, options.decay, "law" if options.learn_law else "token")
         case EagleOptions():
-            heads = define_heads(_heads_config(config, model, words), model.sharding, model.dtype, model.cache_dtype)
+            heads = define_heads(_heads_config(config, model, words), model.sharding, model.dtype)
             return EagleObjective(model, heads, words, options.token_weight, options.noise)
         case Eagle3Options():
-            heads = define_heads(_heads_config(config, model, words), model.sharding, model.dtype, model.cache_dtype)
+            heads = define_heads(_heads_config(config, model, words), model.sharding, model.dtype)
             return Eagle3Objective(model, heads, words, options.unroll, options.decay)
         case DraftOptions():
             layers = model.config.num_layers
             if not 1 <= options.layers <= layers:
                 raise UserError(f"options.layers: expected 1 to {layers}, the target's layers, got {options.layers}")
             small = dataclasses.replace(model.config, num_layers=options.layers)
-            return DraftObjective(model, define(small, model.sharding, model.dtype, model.cache_dtype), words)
+            return DraftObjective(model, define(small, model.sharding, model.dtype), words)
 
 
 def _heads_config(config: RunConfig, model: ModelDef, words: Words) -> HeadsConfig:

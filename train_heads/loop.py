@@ -18,7 +18,7 @@ from train_heads.corpus import Batch
 from train_heads.export import export
 from train_heads.features import FeatureFile, Size, kept
 from train_heads.job import HELD_OUT_ROWS, Job, make_job, place
-from train_heads.objective import Features, Params
+from train_heads.objective import Features
 from train_heads.progress import Progress
 from train_heads.served import serve
 from train_heads.step import Taken, make_look, make_measure, make_step, mean, optimizer, start
@@ -185,6 +185,9 @@ class Run:
         if not self.job.config.serve or not self.job.held_out_documents or jax.process_count() > 1:
             return
         served = serve(self.job, heads, self.state.trained, self.fixed)
+        if served is None:
+            self.progress.show("nothing served: no held-out prompt leaves room for an answer", last=True)
+            return
         if self.log is not None:
             self.log.add("served", step, served.as_dict())
         self.progress.show(
@@ -231,9 +234,7 @@ def _feature_files(job: Job, folder: Path) -> dict[str, FeatureFile] | None:
             raise UserError("features: expected recompute with several processes, got disk")
         return None
     hidden = model.config.hidden_size
-    size = Size(
-        len(job.trained_on), config.batches.row, hidden * (1 + len(job.objective.taps)), np.dtype(model.dtype)
-    )
+    size = Size(len(job.trained_on), config.batches.row, hidden * (1 + len(job.objective.taps)), np.dtype(model.dtype))
     if not kept(config.features, size, job.epochs, folder):
         return None
     held_out = dataclasses.replace(size, rows=len(job.held_out))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +53,7 @@ class MedusaObjective:
         heads = self.heads.merge(cast(trained, self.heads.dtype)).heads
         tables = TargetTables(lambda tokens_BT: tokens_BT, WordLogits.of(self.target, target, self.words))
         return [
-            Level(
-                f"head{index}", 2 + index, features.hidden_BTD, lambda hidden_BCD, head=head: head(hidden_BCD, tables)
-            )
+            Level(f"head{index}", 2 + index, features.hidden_BTD, partial(head, target=tables))
             for index, head in enumerate(heads)
         ]
 

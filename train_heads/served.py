@@ -7,12 +7,13 @@ many. A shift of labels, positions or hidden states between training and serving
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec import Completion, Engine, SamplingParams, SpeculationConfig
+from jaxspec.shapes import NODES_MAX
 from train_heads.corpus import Batch
 from train_heads.draft import DraftObjective
 from train_heads.eagle import EagleObjective
@@ -20,6 +21,10 @@ from train_heads.job import Job, place
 from train_heads.medusa import MedusaObjective
 from train_heads.objective import Objective, Params, guesses, look
 from train_heads.packing import Document, pack
+
+
+# Tokens of an answer that is decoded, at most.
+ANSWER: Final = 48
 
 
 class Served(NamedTuple):
@@ -44,10 +49,14 @@ class Served(NamedTuple):
         return abs(self.accepted - self.foreseen) <= max(3, 0.01 * self.accepted)
 
 
-def serve(job: Job, folder: Path, trained: Params, fixed: Params, tokens: int = 48) -> Served:
-    """Loads ``folder`` beside the target and decodes the prompts of held-out documents."""
+def serve(job: Job, folder: Path, trained: Params, fixed: Params) -> Served | None:
+    """Loads ``folder`` beside the target and decodes the prompts of held-out documents; None where none is short
+    enough."""
     objective, config = job.objective, job.config
+    tokens = min(ANSWER, config.batches.row // 2)
     prompts = _prompts(job, config.serve, tokens)
+    if not prompts:
+        return None
     depth = _depth(objective)
     is_draft = isinstance(objective, DraftObjective)
     words = objective.words
@@ -67,7 +76,8 @@ def serve(job: Job, folder: Path, trained: Params, fixed: Params, tokens: int = 
         mesh=config.mesh,
         dtype=config.dtype,
         max_slots=min(4, config.serve),
-        max_len=config.batches.row,
+        # Near the end of a context trees have no room, and rows decode plainly.
+        max_len=min(config.batches.row + NODES_MAX, job.checkpoint.config.max_position_embeddings),
         max_queue=2 * config.serve,
     ) as engine:
         greedy = _decode(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0.0))
@@ -101,7 +111,7 @@ def _prompts(job: Job, count: int, tokens: int) -> list[list[int]]:
     for number in job.held_out_documents:
         document = job.corpus[number]
         start = int(np.argmax(document.answer_T))
-        if 0 < start <= job.config.batches.row - tokens - 16:
+        if 0 < start <= job.config.batches.row - tokens:
             found.append(document.ids_T[:start].tolist())
         if len(found) == count:
             break
@@ -114,8 +124,11 @@ def _decode(engine: Engine, prompts: Sequence[list[int]], sampling: SamplingPara
 
 
 def _per_pass(done: Sequence[Completion]) -> float:
-    passes = sum((len(each.token_ids) - 1) / each.summary.speculation.tokens_per_target_pass for each in done
-                 if len(each.token_ids) > 1)
+    passes = sum(
+        (len(each.token_ids) - 1) / each.summary.speculation.tokens_per_target_pass
+        for each in done
+        if len(each.token_ids) > 1
+    )
     return sum(len(each.token_ids) - 1 for each in done) / passes if passes else 0.0
 
 

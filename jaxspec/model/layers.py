@@ -26,8 +26,29 @@ def product(x: jax.Array, weight: jax.Array, n_in: int) -> jax.Array:
     # One-row bfloat16 products leave the fast kernels of XLA's CPU backend (12x slower than two rows).
     if rows == 1 and weight.dtype == jnp.bfloat16:
         x_flat = jnp.concatenate([x_flat, jnp.zeros_like(x_flat)])
-    out = jax.lax.dot_general(x_flat, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return out[:rows].reshape(*x.shape[:2], *out_shape)
+    return _matrix_product(x_flat, matrix)[:rows].reshape(*x.shape[:2], *out_shape)
+
+
+@jax.custom_vjp
+def _matrix_product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """float32 [R, O]. Its gradients, too, are products of the operands' dtype with float32 sums: the derived rule would
+    multiply float32 with bfloat16, which has no fast kernel anywhere."""
+    return jax.lax.dot_general(x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _product_forward(x_RI: jax.Array, weight_OI: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _matrix_product(x_RI, weight_OI), (x_RI, weight_OI)
+
+
+def _product_backward(saved: tuple[jax.Array, jax.Array], grad_RO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_RI, weight_OI = saved
+    grad_RO = grad_RO.astype(weight_OI.dtype)
+    to_x = jax.lax.dot_general(grad_RO, weight_OI, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    to_weight = jax.lax.dot_general(grad_RO, x_RI, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return to_x.astype(x_RI.dtype), to_weight.astype(weight_OI.dtype)
+
+
+_matrix_product.defvjp(_product_forward, _product_backward)
 
 
 class Linear(nnx.Module):

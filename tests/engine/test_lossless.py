@@ -29,9 +29,9 @@ def test_alone_every_gamma_gives_the_reference_text(drafter, goldens, request):
 
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "tiny_draft"])
 def test_together_mixed_lengths_and_gammas_give_the_reference_text(drafter, goldens, request):
-    """A22, A28: 32 requests of four lengths and all gammas stream through the slots; of one, the windows grow."""
+    """A22, A28: requests of four lengths and all gammas stream through the slots; windows grow, of one engine."""
     rig: Rig = request.getfixturevalue(drafter)
-    names, jobs = jobs_of(goldens, (1, 0, 8, 2, 7, 0, 2, 8) if drafter == "tiny_draft" else (1, 2, 3, 4, 5, 6, 7, 8))
+    names, jobs = jobs_of(goldens, (8, 0, 2, 7) if drafter == "tiny_draft" else (1, 2, 3, 4, 5, 6, 7, 8))
     for name, job, done in zip(names, jobs, rig.run_all(jobs), strict=True):
         assert list(done.token_ids) == goldens[name].greedy, (name, job.gamma)
     if drafter in ("self_draft", "near_draft"):

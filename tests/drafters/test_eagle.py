@@ -62,7 +62,8 @@ def test_alone_every_gamma_gives_the_reference_text(rigs, texts, name):
     tree, deepest = RIGS[name][1] is AUTHORS, rig.engine.programs.shapes.gammas[-1]
     full = 0
     for gamma in sorted({0, 1, 2, 3, 4, deepest}):
-        for golden in texts[RIGS[name][0]].values():
+        for prompt in NAMES if gamma == deepest else ("p33",):
+            golden = texts[RIGS[name][0]][prompt]
             with rig.watch.recording() as steps:
                 done = rig.run(golden.ids, greedy(64), gamma)
             assert list(done.token_ids) == golden.greedy, gamma

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints_convert.convert import convert
 from checkpoints_convert.heads import convert_heads
 from jaxspec import Chunk, Completion, Engine, SamplingParams, SpeculationConfig, SpeculationParams
+from jaxspec.engine.batch import Batch
 from tests.engine.reference import Reference
 from tests.engine.watch import Watch
 
@@ -77,13 +78,14 @@ class Rig:
 def widest(engine: Engine, *, gammas: bool = False) -> None:
     """Every step has all slots, and all levels unless ``gammas`` are kept: one program where buckets need several.
 
-    For tests that say something of a drafter at this vocabulary, not of buckets: tests/lossless runs every drafter
-    alone, together and in rounds that rest, each in its own program.
+    Before its first request and its watch. For tests that say something of a drafter at this vocabulary, not of
+    buckets: tests/lossless runs every drafter alone, together and in rounds that rest, each in its own program.
     """
     shapes = engine.programs.shapes
     if not gammas and not engine.programs.decoder.drafter.is_lookup:  # lookups rest, in plain steps
         shapes = shapes._replace(gammas=shapes.gammas[-1:])
     engine.programs.shapes = shapes._replace(rows=shapes.rows[-1:])
+    engine._loop.batch = Batch(engine.programs)
 
 
 def share_programs(engine: Engine, others: Iterable[Engine]) -> None:
@@ -151,7 +153,10 @@ def checkpoints(references: dict[str, Reference], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
-    """``make_rig(target, draft=..., method=..., warm=..., **engine options)``; engines close with the session."""
+    """``make_rig(target, draft=..., method=..., warm=..., **engine options)``; engines close with the session.
+
+    ``wide``: see ``widest``.
+    """
     rigs: list[Rig] = []
 
     def make(
@@ -161,6 +166,7 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
         method="ngram",
         law="token",
         warm=True,
+        wide=False,
         folder=None,
         draft_folder=None,
         **options,
@@ -175,6 +181,8 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
             prompt_lookup_max=LOOKUP_MAX,
         )
         engine = Engine.load(folder or checkpoints(target), draft=draft_folder, speculation=speculation, **options)
+        if wide:
+            widest(engine)
         share_programs(engine, (rig.engine for rig in rigs))
         if warm:
             engine.warmup()
@@ -285,17 +293,13 @@ def edited(checkpoints, tmp_path_factory) -> Callable[..., Path]:
 def tiny_draft(make_rig, edited) -> Rig:
     """A draft that is nearly always wrong and was trained for 200 positions; windows of 128 and 512 slots."""
     folder = edited("tiny-draft", max_position_embeddings=DRAFT_CONTEXT)
-    rig = make_rig(draft="tiny-draft", draft_folder=folder, warm=False, max_slots=3, max_len=512)
-    widest(rig.engine)
-    return rig
+    return make_rig(draft="tiny-draft", draft_folder=folder, warm=False, wide=True, max_slots=3, max_len=512)
 
 
 @pytest.fixture(scope="session")
 def mesh4(make_rig) -> Rig:
     """Sharded over four devices: heads, ffn and vocabulary."""
-    rig = make_rig(draft="near", warm=False, mesh="4", max_slots=2)
-    widest(rig.engine)
-    return rig
+    return make_rig(draft="near", warm=False, wide=True, mesh="4", max_slots=2)
 
 
 @pytest.fixture(autouse=True)

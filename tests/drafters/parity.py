@@ -1,6 +1,8 @@
 """The authors' traces of Medusa and EAGLE, and what an engine drafts, step by step."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +45,10 @@ def traces(folder: Path) -> dict[str, Trace]:
     }
 
 
-def follow(rig: Rig, trace: Trace) -> list[Step]:
-    """The rounds of the engine on the trace's prompt, as many as the authors' code took."""
-    decoder, programs = rig.engine.programs.decoder, rig.engine.programs
-    depth = programs.shapes.gammas[-1]
+@functools.lru_cache(maxsize=1)
+def proposer(rig: Rig) -> Callable:
+    """``proposer(rig)(params, state)``: what the next round drafts, and the parents of those nodes."""
+    decoder, depth = rig.engine.programs.decoder, rig.engine.programs.shapes.gammas[-1]
 
     @jax.jit
     def propose(params, state):
@@ -56,6 +58,12 @@ def follow(rig: Rig, trace: Trace) -> list[Step]:
         proposal, _ = decoder.drafter.propose(params.drafter, model, state.drafter, context, depth, draws)
         return proposal.tokens_BJ, proposal.topology.parent_BJ  # pyright: ignore
 
+    return propose
+
+
+def follow(rig: Rig, trace: Trace) -> list[Step]:
+    """The rounds of the engine on the trace's prompt, as many as the authors' code took."""
+    programs, depth, propose = rig.engine.programs, rig.engine.programs.shapes.gammas[-1], proposer(rig)
     proposals = []
 
     def note(batch, running) -> None:

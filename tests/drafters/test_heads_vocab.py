@@ -17,7 +17,7 @@ from jaxspec.errors import UserError
 from jaxspec.model.heads.config import MedusaConfig
 from jaxspec.model.heads.definition import define_heads, random_heads
 from jaxspec.model.heads.parts import TargetTables
-from tests.engine.conftest import Job, Rig, greedy
+from tests.engine.conftest import Job, Rig, greedy, widest
 from tests.engine.laws import Ranks
 from tests.engine.watch import Watch
 
@@ -122,9 +122,9 @@ def test_medusa_heads_that_share_the_targets_head_take_its_rows(checkpoints, tmp
 
 
 RIGS = {
-    "eagle1-chain": ("eagle1", {}, {"tree_topk": 1, "rejection_sample_method": "token"}),
+    "eagle1-chain": ("eagle1", {}, {"tree_topk": 1, "num_speculative_tokens": 4, "rejection_sample_method": "token"}),
     "medusa": ("medusa", {}, {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}),
-    "eagle3-tree": ("eagle3", {"mesh": "4"}, {}),
+    "eagle3-tree": ("eagle3", {"mesh": "4"}, {"tree_topk": 4, "tree_depth": 4, "tree_nodes": 12}),
 }
 
 
@@ -139,8 +139,9 @@ def rigs(references, checkpoints, listed) -> Iterator[Callable[[str], Rig]]:
                 checkpoints(TARGETS[fixture]),
                 heads=listed(fixture, frequent()),
                 speculation=SpeculationConfig(method=METHODS[fixture], draft_vocab_size=SIZES[fixture], **speculation),
-                **{"mesh": "1", "max_slots": 3, "max_len": 300, "max_queue": 4096, **options},
+                **{"mesh": "1", "max_slots": 3, "max_len": 240, "max_queue": 4096, **options},
             )
+            widest(engine)
             made[name] = Rig(engine, Watch(engine), references[TARGETS[fixture]])
         return made[name]
 
@@ -154,8 +155,9 @@ def test_greedy_text_is_the_reference_text(rigs, shared, name):
     """Chain, drawn static tree, and a dynamic tree on four devices; drafts still stand, the listed ones alone."""
     rig, ids = rigs(name), set(frequent())
     data = np.load(shared / "fixtures" / TARGETS[RIGS[name][0]] / "goldens.npz")
-    jobs = [Job(data[f"{prompt}__input_ids"].tolist(), greedy(64)) for prompt in ("p7", "p33", "p150")]
-    for prompt, chunks in zip(("p7", "p33", "p150"), rig.chunks(jobs), strict=True):
+    prompts = ("p7",) * 3 if name == "eagle3-tree" else ("p7", "p33", "p150")  # one chunk: four devices compile slowly
+    jobs = [Job(data[f"{prompt}__input_ids"].tolist(), greedy(64)) for prompt in prompts]
+    for prompt, chunks in zip(prompts, rig.chunks(jobs), strict=True):
         text = [token for chunk in chunks for token in chunk.token_ids]
         assert text == data[f"{prompt}__greedy_ids"].tolist()
         assert drafts(chunks) <= ids
@@ -177,10 +179,10 @@ def test_sampled_text_follows_the_target_and_drafts_lie_inside(rigs, shared, nam
     rig, ids = rigs(name), set(frequent()[: SIZES[RIGS[name][0]]])
     data = np.load(shared / "fixtures" / "tiny-llama3" / "goldens.npz")
     jobs = []
-    for prompt in ("p7", "p33", "p150"):
-        for n in range(0, 60, 2):
+    for prompt in ("p7", "p33"):
+        for n in range(60):
             start = [*data[f"{prompt}__input_ids"].tolist(), *data[f"{prompt}__greedy_ids"].tolist()[:n]]
-            sampling = SamplingParams(max_tokens=13, temperature=0.7, top_p=0.9, seed=n, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.9, seed=n, ignore_eos=True)
             jobs.append(Job(start, sampling, 4))
     streams = rig.chunks(jobs)
     found = set().union(*(drafts(chunks) for chunks in streams))

@@ -1,9 +1,9 @@
-"""Medusa on the running engine: the authors' trace, and exactness whatever its heads say.
+"""Medusa on the running engine: the authors' trace, and the target's text at its vocabulary.
 
-The likeliest candidates, as the authors have it; ``test_medusa_drawn.py`` has those that are drawn.
+The likeliest candidates, as the authors have it; ``test_medusa_drawn.py`` has those that are drawn. In company,
+cancelled, cut and always wrong: tests/lossless.
 """
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import SamplingParams
 from tests.drafters.parity import follow, traces
-from tests.engine.conftest import Job, Rig, greedy
+from tests.engine.conftest import WIDE_MAX_LEN, Job, Rig, greedy
 from tests.engine.laws import Ranks
 
 NAMES = ("p1", "p7", "p33", "p150")
@@ -22,19 +22,8 @@ def medusa(heads_rig, shared) -> Rig:
     """The authors' tree of 63 drafts, four levels."""
     choices = np.load(shared / "fixtures" / "medusa" / "goldens.npz")["buffers__choices"]
     tree = [[int(rank) for rank in path if rank >= 0] for path in choices]
-    return heads_rig("medusa", tree_choices=tree, draft_sample_method="greedy")
-
-
-@pytest.fixture
-def wrong(medusa):
-    """The same engine with heads that name the least likely tokens."""
-    programs = medusa.engine.programs
-    right = programs.params
-    programs.params = right._replace(
-        drafter={name: -x if name.endswith("lm_head") else x for name, x in right.drafter.items()}
-    )
-    yield medusa
-    programs.params = right
+    options = {"max_slots": 1, "max_len": WIDE_MAX_LEN}  # 64 nodes a row are slow
+    return heads_rig("medusa", options, gammas=True, tree_choices=tree, draft_sample_method="greedy")
 
 
 @pytest.mark.parametrize("prompt", ["p7", "p33", "p150"])
@@ -47,7 +36,7 @@ def test_every_round_is_the_authors_round(medusa, shared, prompt):
     assert {step.accepted for step in rounds} >= {0, 1, 2, 3}  # p7 and p150 reach 4, the tree's depth
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 2, 3, 4, 8])
+@pytest.mark.parametrize("gamma", [0, 1, 3, 8])
 def test_alone_every_gamma_gives_the_reference_text(medusa, goldens, gamma):
     for name in NAMES:
         with medusa.watch.recording() as steps:
@@ -57,25 +46,6 @@ def test_alone_every_gamma_gives_the_reference_text(medusa, goldens, gamma):
         assert max(row.accepted for row in rows) <= min(gamma, 4)
         assert gamma == 0 or any(row.accepted for row in rows)
         assert {row.drafted for row in rows} <= {0, 10, 38, 61, 63}  # whole levels of the tree
-
-
-def test_together_mixed_lengths_and_gammas_give_the_reference_text(medusa, goldens):
-    names = [NAMES[(i + j) % 4] for i in range(4) for j in range(4)]
-    jobs = [Job(goldens[name].ids, greedy(64), i % 5) for i, name in enumerate(names)]
-    for name, job, done in zip(names, jobs, medusa.run_all(jobs), strict=True):
-        assert list(done.token_ids) == goldens[name].greedy, (name, job.gamma)
-    medusa.assert_idle()
-
-
-def test_heads_that_are_always_wrong_cost_passes_alone(wrong, goldens):
-    """Zero acceptance in every round, 63 nodes wide: nothing of them stays in a cache."""
-    for name in NAMES:
-        done = wrong.run(goldens[name].ids, greedy(64), 4)
-        assert list(done.token_ids) == goldens[name].greedy, name
-        assert done.summary.speculation.num_accepted_draft_tokens == 0
-        assert done.summary.speculation.num_spec_steps > 50
-    jobs = [Job(goldens[name].ids, greedy(40), 4) for name in NAMES]
-    assert [list(done.token_ids) for done in wrong.run_all(jobs)] == [goldens[name].greedy[:40] for name in NAMES]
 
 
 def test_the_end_of_the_context_is_reached_without_drafts_that_have_no_room(medusa):
@@ -99,23 +69,6 @@ def test_stop_ids_are_not_drafted_while_they_are_banned(medusa, goldens):
     assert medusa.run(golden.ids, sampling, 4).token_ids == plain.token_ids
 
 
-def sampled(goldens) -> list[Job]:
-    names = ("p7", "p33", "p1", "p150", "p7", "p33")
-    return [
-        Job(goldens[name].ids, SamplingParams(max_tokens=29, temperature=0.7, seed=i, ignore_eos=True), gamma)
-        for i, (name, gamma) in enumerate(zip(names, (4, 2, 1, 3, 4, 0), strict=True))
-    ]
-
-
-def test_a_seeded_request_is_the_same_alone_and_in_company(medusa, goldens):
-    jobs = sampled(goldens)
-    jobs[2] = jobs[2]._replace(sampling=dataclasses.replace(jobs[2].sampling, temperature=0.0))
-    alone = [medusa.run(*job).token_ids for job in jobs]
-    assert [done.token_ids for done in medusa.run_all(jobs)] == alone
-    assert [done.token_ids for done in medusa.run_all(jobs[::-1])] == alone[::-1]
-    assert len(set(alone)) == 6
-
-
 def test_sampled_text_follows_the_target(medusa):
     """A tree of undrawn drafts; the false-alarm rate is that of test_law.py."""
     rng = np.random.default_rng(43)
@@ -128,19 +81,6 @@ def test_sampled_text_follows_the_target(medusa):
     for offset, at_least in ((0, 2000), (1, 100)):
         ranks.assert_uniform(offset, at_least)
     assert abs(ranks.z) < 5
-
-
-def test_a_cancelled_rows_slot_is_used_again_at_once(medusa, goldens):
-    long = medusa.start(Job(goldens["p150"].ids, greedy(64), 4))
-    for taken in range(4):
-        doomed = [medusa.start(Job(goldens["p33"].ids, greedy(60), 4)) for _ in range(2)]
-        for stream in doomed:
-            for _ in range(taken):
-                next(stream)
-            stream.close()  # pyright: ignore
-        assert list(medusa.run(goldens["p7"].ids, greedy(20), 4).token_ids) == goldens["p7"].greedy[:20]
-    assert [token for chunk in long for token in chunk.token_ids] == goldens["p150"].greedy
-    medusa.assert_idle()
 
 
 def test_the_coupled_law_gives_the_plain_text_at_any_temperature(heads_rig, goldens):
@@ -160,9 +100,8 @@ def test_the_coupled_law_gives_the_plain_text_at_any_temperature(heads_rig, gold
 
 def test_a_mesh_of_four_drafts_and_says_the_same(heads_rig, goldens):
     rig = heads_rig("medusa", {"mesh": "4", "max_slots": 2})
-    for name in ("p7", "p150"):
-        assert list(rig.run(goldens[name].ids, greedy(64)).token_ids) == goldens[name].greedy
-    jobs = [Job(goldens[name].ids, greedy(64), gamma) for name, gamma in (("p33", 5), ("p1", 2), ("p150", 0))]
+    assert list(rig.run(goldens["p7"].ids, greedy(64)).token_ids) == goldens["p7"].greedy
+    jobs = [Job(goldens[name].ids, greedy(64), gamma) for name, gamma in (("p7", 5), ("p1", 2), ("p7", 0))]
     for job, done in zip(jobs, rig.run_all(jobs), strict=True):
         assert list(done.token_ids) in [golden.greedy for golden in goldens.values() if golden.ids == job.prompt]
     assert rig.engine.loads().counters.num_accepted_tokens > 0

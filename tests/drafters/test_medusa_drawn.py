@@ -20,8 +20,6 @@ from tests.engine.laws import Ranks
 from tests.engine.reference import Reference
 from tests.speculate.oracle import assert_follows, sorted_law
 
-LAWS = ("token", "block")
-
 
 @dataclasses.dataclass(frozen=True)
 class FirstHead:
@@ -104,10 +102,9 @@ def test_what_is_drawn_and_from_which_law(temperature, top_p, checkpoints, heads
     assert_follows(pairs((0, 0), (1, 0)), np.outer(q_DV[1], q_DV[1]))
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_greedy_text_is_the_reference_text(drawn, goldens, law):
+def test_greedy_text_is_the_reference_text(drawn, goldens):
     """All levels of the tree, alone and beside sampled rows; a greedy row drafts the likeliest tokens."""
-    rig = drawn(law)
+    rig = drawn("block")
     jobs = []
     for seed, (name, golden) in enumerate(goldens.items()):
         done = rig.run(golden.ids, greedy(64))
@@ -133,9 +130,9 @@ def test_sampled_text_follows_the_target(drawn, goldens, law, options):
     """
     rig = drawn(law)
     jobs = []
-    for golden in goldens.values():
-        for n in range(0, 60, 2):
-            sampling = SamplingParams(max_tokens=13, seed=n, ignore_eos=True, **options)
+    for golden in (goldens[name] for name in ("p1", "p7", "p33")):
+        for n in range(63):
+            sampling = SamplingParams(max_tokens=10, seed=n, ignore_eos=True, **options)
             jobs.append(Job([*golden.ids, *golden.greedy[:n]], sampling))
     ranks = Ranks(rig, jobs, rig.chunks(jobs))
     if law == "token":

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +14,13 @@ from safetensors.numpy import load_file, save_file
 from checkpoints_convert.convert import convert
 from checkpoints_convert.heads import convert_heads
 from jaxspec import Chunk, Completion, Engine, SamplingParams, SpeculationConfig, SpeculationParams
+from jaxspec.engine.batch import Batch
 from tests.engine.reference import Reference
 from tests.engine.watch import Watch
 
 SLOTS, MAX_LEN = 8, 240  # one window of 240, prefill chunks of 16 and 64
 LOOKUP_MIN, LOOKUP_MAX = 1, 3  # one token is enough: random text repeats no more
-HEADS_MAX_LEN = 300  # one window: p150, 64 tokens and a tree of 64 nodes
+WIDE_MAX_LEN = 300  # room for p150, 64 tokens and a tree of 64 nodes, and a third chunk, of 256
 SMALL_SLOTS, SMALL_MAX_LEN, SMALL_QUEUE = 2, 61, 3
 
 
@@ -74,6 +75,27 @@ class Rig:
         assert (loads.running, loads.waiting, loads.slots_free) == (0, 0, self.engine.server_info().max_slots)
 
 
+def widest(engine: Engine, *, gammas: bool = False) -> None:
+    """Every step has all slots, and all levels unless ``gammas`` are kept: one program where buckets need several.
+
+    Before its first request and its watch. For tests that say something of a drafter at this vocabulary, not of
+    buckets: tests/lossless runs every drafter alone, together and in rounds that rest, each in its own program.
+    """
+    shapes = engine.programs.shapes
+    if not gammas and not engine.programs.decoder.drafter.is_lookup:  # lookups rest, in plain steps
+        shapes = shapes._replace(gammas=shapes.gammas[-1:])
+    engine.programs.shapes = shapes._replace(rows=shapes.rows[-1:])
+    engine._loop.batch = Batch(engine.programs)
+
+
+def share_programs(engine: Engine, others: Iterable[Engine]) -> None:
+    """Runs the compiled programs of an engine that differs in its weights alone, if there is one."""
+    own = engine.programs
+    for other in (engine.programs for engine in others):
+        if (own.decoder, own.shapes) == (other.decoder, other.shapes):
+            own._compiled = other._compiled
+
+
 @pytest.fixture(scope="session")
 def goldens(shared: Path) -> dict[str, Golden]:
     data = np.load(shared / "fixtures" / "tiny-llama3" / "goldens.npz")
@@ -99,17 +121,19 @@ def variant(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.fixture(scope="session")
 def references(shared: Path, variant: Callable[..., Reference]) -> dict[str, Reference]:
-    """tiny-llama3 and tiny-draft, and two variants of the former.
+    """tiny-llama3 and tiny-draft, and three variants of the former.
 
-    ``near`` agrees with it on two tokens of three, a realistic draft. ``loop`` hardly attends, so that its next
-    token follows from the last: greedy text goes round in loops, which lookups predict.
+    ``near`` agrees with it on two tokens of three, a realistic draft; ``far`` on hardly any. ``loop`` hardly attends,
+    so that its next token follows from the last: greedy text goes round in loops, which lookups predict.
     """
     rng = np.random.default_rng(17)
+    other = np.random.default_rng(19)
     return {
         "tiny-llama3": Reference(shared / "fixtures" / "tiny-llama3"),
         "tiny-draft": Reference(shared / "fixtures" / "tiny-draft"),
         "tiny-llama3-8l": Reference(shared / "fixtures" / "tiny-llama3-8l"),
         "near": variant("near", lambda name, x: x + 0.005 * rng.standard_normal(x.shape) * (x.ndim == 2)),
+        "far": variant("far", lambda name, x: x + 0.2 * other.standard_normal(x.shape) * (x.ndim == 2)),
         "loop": variant("loop", lambda name, x: x * (0.01 if "o_proj" in name else 1)),
     }
 
@@ -129,7 +153,10 @@ def checkpoints(references: dict[str, Reference], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
-    """``make_rig(target, draft=..., method=..., warm=..., **engine options)``; engines close with the session."""
+    """``make_rig(target, draft=..., method=..., warm=..., **engine options)``; engines close with the session.
+
+    ``wide``: see ``widest``.
+    """
     rigs: list[Rig] = []
 
     def make(
@@ -139,6 +166,7 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
         method="ngram",
         law="token",
         warm=True,
+        wide=False,
         folder=None,
         draft_folder=None,
         **options,
@@ -153,6 +181,9 @@ def make_rig(references, checkpoints) -> Iterator[Callable[..., Rig]]:
             prompt_lookup_max=LOOKUP_MAX,
         )
         engine = Engine.load(folder or checkpoints(target), draft=draft_folder, speculation=speculation, **options)
+        if wide:
+            widest(engine)
+        share_programs(engine, (rig.engine for rig in rigs))
         if warm:
             engine.warmup()
         rigs.append(Rig(engine, Watch(engine), references[target], references.get(draft)))
@@ -179,10 +210,13 @@ def heads_folders(shared, checkpoints, tmp_path_factory) -> Callable[[str], Path
 
 @pytest.fixture(scope="module")
 def heads_rig(references, checkpoints, heads_folders) -> Iterator[Callable[..., Rig]]:
-    """``heads_rig(fixture, tree_topk=..., **engine options)``: an engine with heads, gone when the module ends."""
+    """``heads_rig(fixture, options, tree_topk=...)``: an engine with heads, gone when the module ends.
+
+    Its steps are the widest; ``gammas`` keeps the buckets of depths.
+    """
     rigs: dict[str, Rig] = {}
 
-    def make(fixture: str, options: dict | None = None, **speculation) -> Rig:
+    def make(fixture: str, options: dict | None = None, *, gammas: bool = False, **speculation) -> Rig:
         key = f"{fixture} {options} {speculation}"
         if key not in rigs:
             target = "tiny-llama3-8l" if fixture == "eagle3" else "tiny-llama3"
@@ -191,8 +225,9 @@ def heads_rig(references, checkpoints, heads_folders) -> Iterator[Callable[..., 
                 checkpoints(target),
                 heads=heads_folders(fixture),
                 speculation=SpeculationConfig(method=method, **speculation),
-                **{"mesh": "1", "max_slots": 3, "max_len": HEADS_MAX_LEN, "max_queue": 4096, **(options or {})},
+                **{"mesh": "1", "max_slots": 3, "max_len": MAX_LEN, "max_queue": 4096, **(options or {})},
             )
+            widest(engine, gammas=gammas)
             rigs[key] = Rig(engine, Watch(engine), references[target])
         return rigs[key]
 
@@ -201,18 +236,15 @@ def heads_rig(references, checkpoints, heads_folders) -> Iterator[Callable[..., 
         rig.engine.close()
 
 
-# Engines of the same shapes share their compiled programs through the session's compilation cache.
-
-
 @pytest.fixture(scope="session")
 def ngram(make_rig) -> Rig:
     return make_rig()
 
 
 @pytest.fixture(scope="session")
-def loop(make_rig) -> Rig:
+def loop(ngram, make_rig) -> Rig:
     """Prompt lookup on a model whose text repeats itself."""
-    return make_rig("loop")
+    return make_rig("loop", warm=False)
 
 
 @pytest.fixture(scope="session")
@@ -222,9 +254,15 @@ def self_draft(make_rig) -> Rig:
 
 
 @pytest.fixture(scope="session")
-def near_draft(make_rig) -> Rig:
+def near_draft(self_draft, make_rig) -> Rig:
     """A draft that is right about two times in three."""
     return make_rig(draft="near")
+
+
+@pytest.fixture(scope="session")
+def far_draft(self_draft, make_rig) -> Rig:
+    """A draft that is nearly always wrong."""
+    return make_rig(draft="far")
 
 
 @pytest.fixture(scope="session")
@@ -255,13 +293,13 @@ def edited(checkpoints, tmp_path_factory) -> Callable[..., Path]:
 def tiny_draft(make_rig, edited) -> Rig:
     """A draft that is nearly always wrong and was trained for 200 positions; windows of 128 and 512 slots."""
     folder = edited("tiny-draft", max_position_embeddings=DRAFT_CONTEXT)
-    return make_rig(draft="tiny-draft", draft_folder=folder, warm=False, max_slots=3, max_len=512)
+    return make_rig(draft="tiny-draft", draft_folder=folder, warm=False, wide=True, max_slots=3, max_len=512)
 
 
 @pytest.fixture(scope="session")
 def mesh4(make_rig) -> Rig:
     """Sharded over four devices: heads, ffn and vocabulary."""
-    return make_rig(draft="near", warm=False, mesh="4", max_slots=2)
+    return make_rig(draft="near", warm=False, wide=True, mesh="4", max_slots=2)
 
 
 @pytest.fixture(autouse=True)

@@ -65,10 +65,11 @@ class Reference:
             k = rotate(project(inside, "self_attn.k_proj").reshape(rows, length, kv_heads, -1))
             v = project(inside, "self_attn.v_proj").reshape(rows, length, kv_heads, -1)
             k, v = (np.repeat(y, heads // kv_heads, axis=2) for y in (k, v))
-            scores = np.einsum("bqnh,bsnh->bnqs", q, k) / np.sqrt(q.shape[-1]) + causal
+            q, k, v = (y.transpose(0, 2, 1, 3) for y in (q, k, v))
+            scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1]) + causal
             attention = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attention /= attention.sum(axis=-1, keepdims=True)
-            attended = np.einsum("bnqs,bsnh->bqnh", attention, v).reshape(rows, length, -1)
+            attended = (attention @ v).transpose(0, 2, 1, 3).reshape(rows, length, -1)
             x = x + project(attended, "self_attn.o_proj")
             inside = norm(x, f"{layer}.post_attention_layernorm")
             gate = project(inside, "mlp.gate_proj")

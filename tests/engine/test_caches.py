@@ -4,13 +4,11 @@ The lengths are checked by the watch (watch.py) after each step of every test he
 matter happen, and compare what is in the slots with a fresh prefill.
 """
 
-import random
-
 import jax
 import numpy as np
 import pytest
 
-from jaxspec import Completion, SamplingParams
+from jaxspec import SamplingParams
 from jaxspec.engine.batch import Batch, Prefill, catch_up
 from jaxspec.engine.request import Request, StepTokens
 from jaxspec.shapes import GAMMA_MAX
@@ -92,9 +90,9 @@ def test_a_draft_that_is_the_target_is_accepted_in_every_round(gamma, self_draft
     assert all(row.drafted == gamma for row in rounds[:-1])
 
 
-@pytest.mark.parametrize("drafter", ["near_draft", "tiny_draft"])
+@pytest.mark.parametrize("drafter", ["near_draft", "far_draft"])
 def test_rejections_trim_exactly_and_leave_no_decay(drafter, goldens, request):
-    """B02, B04: partial and zero acceptance; acceptance late in the text is what it was early."""
+    """B02, B04: partial and hardly any acceptance; acceptance late in the text is what it was early."""
     rig: Rig = request.getfixturevalue(drafter)
     jobs = [Job(goldens[name].ids, SamplingParams(max_tokens=150, seed=i, ignore_eos=True), 1) for i, name in
             enumerate(("p7", "p33", "p1", "p7", "p33", "p1"))]  # fmt: skip
@@ -195,55 +193,6 @@ def test_any_chunking_of_a_prompt_gives_the_same_caches_and_first_token(size, ne
     for (small, length), (large, length_large) in zip(*states, strict=True):
         assert length == length_large == size
         assert np.abs(small[:, :size] - large[:, :size]).max() < CLOSE
-
-
-def test_the_stream_may_be_closed_at_every_chunk(near_draft, goldens):
-    """B03: budgets that shrink the last round; the slot is used again at once, by a run that equals a fresh one."""
-    text = goldens["p7"].greedy
-    for count in (5, 6, 9, 10, 14):
-        assert list(near_draft.run(goldens["p7"].ids, greedy(count), 4).token_ids) == text[:count]
-        for taken in range(4):
-            stream = near_draft.start(Job(goldens["p33"].ids, greedy(count + 30), 4))
-            seen = [token for _ in range(taken) for token in next(stream).token_ids]
-            stream.close()  # pyright: ignore
-            assert seen == goldens["p33"].greedy[: len(seen)]
-            assert list(near_draft.run(goldens["p7"].ids, greedy(count), 3).token_ids) == text[:count]
-    near_draft.assert_idle()
-
-
-def test_a_cancelled_rows_slot_is_used_again_at_once(near_draft, goldens):
-    """Neighbours decode on while slots change hands in mid-batch."""
-    rng = random.Random(7)
-    long = [Job(goldens[name].ids, greedy(64), 4) for name in ("p33", "p150")]
-    streams = [near_draft.start(job) for job in long]
-    for trial in range(12):
-        doomed = [near_draft.start(Job(goldens["p1"].ids, greedy(60), rng.randint(0, 8))) for _ in range(6)]
-        for stream in doomed:
-            for _ in range(rng.randint(0, 2)):
-                next(stream)
-            stream.close()  # pyright: ignore
-        done = near_draft.run(goldens["p7"].ids, greedy(20), trial % 9)
-        assert list(done.token_ids) == goldens["p7"].greedy[:20]
-    for name, stream in zip(("p33", "p150"), streams, strict=True):
-        assert list(Completion.of(stream).token_ids) == goldens[name].greedy
-
-
-def test_an_abort_between_prefill_chunks_leaves_nothing(self_draft, goldens, monkeypatch):
-    """B20: the same prompt again is a cold run, in the same slot."""
-    seen = []
-
-    class AbortedPrefill(Prefill):
-        def advance(self, largest_chunk):
-            seen.append(self._done)
-            if len(seen) == 2:
-                self_draft.engine.abort("chunked")
-            return super().advance(largest_chunk)
-
-    monkeypatch.setattr("jaxspec.engine.loop.Prefill", AbortedPrefill)
-    done = Completion.of(self_draft.start(Job(goldens["p150"].ids, greedy(9)), request_id="chunked"))
-    assert (done.finish_reason, done.token_ids, seen) == ("abort", (), [0, 64])
-    assert list(self_draft.run(goldens["p150"].ids, greedy(64)).token_ids) == goldens["p150"].greedy
-    self_draft.assert_idle()
 
 
 def test_past_the_drafts_context_the_row_goes_on_without_it(tiny_draft, goldens):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxspec import Completion, Engine, SamplingParams, SpeculationConfig
-from tests.engine.conftest import HEADS_MAX_LEN, Job, Rig, greedy
+from tests.engine.conftest import WIDE_MAX_LEN, Job, Rig, greedy
 
 SLOTS = 3
 # One window of 300 slots. A prompt of 150 is cut into 64, 64 and 22 also where a free engine would take it whole.
-MODE = {"deterministic": True, "max_slots": SLOTS, "max_len": HEADS_MAX_LEN, "warm": False}
-TREES = {4: "1,1,1,1", 8: "2,2;1,1,1,1"}  # by the nodes below the root; 63: the authors'
+MODE = {"deterministic": True, "max_slots": SLOTS, "max_len": WIDE_MAX_LEN, "warm": False}
+TREES = {8: "2,2;1,1,1,1"}  # by the nodes below the root; 63: the authors'
 
 
 def same(done: Completion, other: Completion) -> None:
@@ -62,21 +62,23 @@ def chain(make_rig) -> Callable[[str, str], Rig]:
     return make
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+# Copies in bfloat16 differ from these in nothing that rounds.
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("ngram", "float32"), ("draft_model", "float32"), ("draft_model", "bfloat16")]
+)
 def test_chains_change_no_bit(method, dtype, chain, goldens):
     """A23: greedy text and log-probabilities without speculation, with it, alone, in a batch and in any slot."""
     assert every_way(chain(method, dtype), greedy_jobs(goldens, 0)) > 10
 
 
-@pytest.mark.parametrize(("drafts", "dtype"), [(4, "float32"), (8, "float32"), (63, "float32"), (8, "bfloat16")])
+@pytest.mark.parametrize(("drafts", "dtype"), [(8, "float32"), (63, "float32"), (8, "bfloat16")])
 def test_trees_change_no_bit(drafts, dtype, heads_rig, goldens, shared):
     """A26: whatever the tree, the text is that of decoding without one; in float32 it is the reference's, too."""
     choices = TREES.get(drafts)
     if choices is None:
         paths = np.load(shared / "fixtures" / "medusa" / "goldens.npz")["buffers__choices"]
         choices = [[int(rank) for rank in path if rank >= 0] for path in paths]
-    rig = heads_rig("medusa", {"deterministic": True, "dtype": dtype}, tree_choices=choices)
+    rig = heads_rig("medusa", {"deterministic": True, "dtype": dtype, "max_len": WIDE_MAX_LEN}, tree_choices=choices)
     assert rig.engine.programs.decoder.drafter.drafts(8) == drafts
     assert every_way(rig, greedy_jobs(goldens, 0)) > 10
     if dtype == "float32":
@@ -85,7 +87,7 @@ def test_trees_change_no_bit(drafts, dtype, heads_rig, goldens, shared):
 
 def test_dynamic_trees_change_no_bit(heads_rig, goldens):
     """The nodes of a path lie elsewhere in each round."""
-    rig = heads_rig("eagle1", {"deterministic": True}, tree_nodes=12)
+    rig = heads_rig("eagle1", {"deterministic": True, "max_len": WIDE_MAX_LEN}, tree_nodes=12)
     assert every_way(rig, greedy_jobs(goldens, 0)) > 10
 
 
@@ -119,7 +121,7 @@ def test_a_seed_gives_the_same_text_in_company_under_any_law(chain, goldens):
 def test_every_step_has_one_shape_and_says_so(chain, goldens, compilations):
     rig = chain("ngram", "float32")
     shapes = rig.engine.programs.shapes
-    assert shapes == ((SLOTS,), (HEADS_MAX_LEN,), (16, 64), (8,))
+    assert shapes == ((SLOTS,), (WIDE_MAX_LEN,), (16, 64), (8,))
     assert rig.engine.server_info().deterministic
     rig.engine.warmup()
     with compilations() as seen:
@@ -142,7 +144,7 @@ def test_a_plain_server_can_have_the_shape_of_a_speculating_one(chain, goldens):
 def test_a_plain_server_of_width_one_decodes_alone_as_in_a_batch(checkpoints, goldens):
     """A product of one row and one of three round differently."""
     config = SpeculationConfig(method="none", num_speculative_tokens=0)
-    options = {"max_slots": SLOTS, "max_len": HEADS_MAX_LEN, "mesh": "1", "deterministic": True}
+    options = {"max_slots": SLOTS, "max_len": WIDE_MAX_LEN, "mesh": "1", "deterministic": True}
     jobs = greedy_jobs(goldens, 0)[1:4]
     with Engine.load(checkpoints("loop"), speculation=config, **options) as engine:
         assert engine.programs.shapes.gammas == (0,)

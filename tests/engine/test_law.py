@@ -42,16 +42,16 @@ def test_every_position_of_a_round_follows_the_target(options, near_draft):
     assert abs(ranks.z) < 5
 
 
-def test_a_poor_draft_is_corrected_by_the_residual(tiny_draft):
+def test_a_poor_draft_is_corrected_by_the_residual(far_draft):
     """A03: most drafts are rejected, so most tokens come from max(p - q, 0). One draft a round: none takes a rest."""
     jobs = [Job(p, sampling(61, seed, temperature=2.0), 1) for seed, p in enumerate(prompts(40, 5))]
-    ranks = Ranks(tiny_draft, jobs, tiny_draft.chunks(jobs))
+    ranks = Ranks(far_draft, jobs, far_draft.chunks(jobs))
     ranks.assert_uniform(0, 1200)
     ranks.assert_uniform(1, 400)
 
 
+# Without filters: tests/lossless.
 COPIED = {
-    "t0.7": ({"temperature": 0.7}, 1, {0: 700, 1: 200}),
     "top_k": ({"temperature": 1.0, "top_k": 4}, 1, {0: 700, 1: 200}),
     "top_p": ({"temperature": 0.7, "top_p": 0.6}, 4, {"plain": 500, 0: 150, 1: 80, 2: 40}),
 }

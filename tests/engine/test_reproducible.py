@@ -1,4 +1,7 @@
-"""A seeded request gives the same tokens alone, in any company, in any slot, after anything."""
+"""A seeded request gives the same tokens alone, in any company and in any slot.
+
+After any traffic, beside rows without a seed, and at every concurrency: tests/lossless/test_faults.py.
+"""
 
 import dataclasses
 
@@ -6,8 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import Completion, SamplingParams
-from tests.engine.conftest import MAX_LEN, Job, greedy
-from tests.engine.laws import Ranks
+from tests.engine.conftest import Job
 
 
 def mixed_jobs(goldens) -> list[Job]:
@@ -54,17 +56,6 @@ def test_seeds_that_differ_in_either_word_differ(ngram, goldens):
     assert len(texts) == 5
 
 
-def test_unseeded_and_seeded_rows_share_a_batch(near_draft, goldens):
-    """A16: the seeded row is its solo run; the others report the seed that repeats them."""
-    cool = SamplingParams(max_tokens=29, temperature=0.1, ignore_eos=True)
-    seeded = dataclasses.replace(cool, seed=1)
-    jobs = [Job(goldens["p7"].ids, cool), Job(goldens["p7"].ids, seeded), Job(goldens["p33"].ids, cool)]
-    for job, done in zip(jobs, near_draft.run_all(jobs), strict=True):
-        again = dataclasses.replace(cool, seed=done.summary.seed)
-        assert near_draft.run(job.prompt, again).token_ids == done.token_ids
-        assert job.sampling.seed in (None, done.summary.seed)
-
-
 def test_rows_among_padding_keep_their_own_parameters(ngram, goldens):
     """A18: slots 0 and 1 fall idle, then 5 and 3 carry on alone among six rows of padding."""
     long = SamplingParams(max_tokens=101, seed=3, temperature=0.7, ignore_eos=True)
@@ -79,42 +70,3 @@ def test_rows_among_padding_keep_their_own_parameters(ngram, goldens):
             assert Completion.of([*first[seed], *streams[seed]]).token_ids == alone[seed]
     together = [sorted(row.slot for row in rows) for rows in steps if len(rows) == 2]
     assert together.count([3, 5]) > 5
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-def test_concurrency_leaves_tokens_and_their_probability_alone(temperature, near_draft, goldens):
-    """A29: 1, 2, 4 and 8 at once; the text is as probable under the target as text of the target is."""
-    sampling = SamplingParams(max_tokens=31, temperature=temperature, ignore_eos=True)
-    jobs = [Job(goldens["p7"].ids, dataclasses.replace(sampling, seed=seed), 4) for seed in range(8)]
-    texts = {}
-    for concurrency in (1, 2, 4, 8):
-        batches = [jobs[i : i + concurrency] for i in range(0, 8, concurrency)]
-        texts[concurrency] = [done.token_ids for batch in batches for done in near_draft.run_all(batch)]
-    assert texts[1] == texts[2] == texts[4] == texts[8]
-    if temperature > 0:
-        assert abs(Ranks(near_draft, jobs, near_draft.chunks(jobs)).z) < 5
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "self_draft"])
-def test_a_canary_sings_the_same_after_any_traffic(drafter, goldens, request):
-    """A30: long, sampled, filtered, stopped and aborted requests, then the canary in every slot."""
-    rig = request.getfixturevalue(drafter)
-    canary = Job(goldens["p7"].ids, greedy(37), 4)
-    assert list(rig.run(*canary).token_ids) == goldens["p7"].greedy[:37]
-    long_prompt = (goldens["p150"].ids * 2)[: MAX_LEN - 1]
-    traffic = [
-        *mixed_jobs(goldens),
-        Job(long_prompt, SamplingParams(temperature=3.0, seed=1)),
-        Job(goldens["p33"].ids, SamplingParams(max_tokens=40, top_k=2, min_tokens=20, stop=("e", "a"), seed=2)),
-        Job(goldens["p7"].ids, SamplingParams(max_tokens=40, stop_token_ids=tuple(range(16)), logprobs=8, seed=3)),
-    ]
-    streams = [rig.start(job) for job in traffic * 2]
-    for index, stream in enumerate(streams):
-        if index % 3 == 0:
-            next(stream)
-            stream.close()  # pyright: ignore
-    for index, stream in enumerate(streams):
-        if index % 3:
-            list(stream)
-    assert [list(done.token_ids) for done in rig.run_all([canary] * 24)] == [goldens["p7"].greedy[:37]] * 24
-    rig.assert_idle()

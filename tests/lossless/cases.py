@@ -1,4 +1,8 @@
-"""The matrix: who drafts, by which law, on which engine. A new drafter is a line in DRAFTERS."""
+"""The matrix: who drafts, by which law, on which engine. A new drafter is a line in DRAFTERS.
+
+Under the block law an engine has all of its shapes: a lone row decodes in a state of one, rows that rest take plain
+steps. Token and coupled exchange what judges a row, so their engines have one shape, all slots and all levels.
+"""
 
 import dataclasses
 import zlib

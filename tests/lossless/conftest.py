@@ -10,7 +10,7 @@ from checkpoints_convert.heads import convert_heads
 from jaxspec import Engine, SpeculationConfig
 from jaxspec.engine.load import load
 from jaxspec.speculate.step import Params
-from tests.engine.conftest import invariants_hold  # noqa: F401 - checks what the watch saw
+from tests.engine.conftest import invariants_hold, widest  # noqa: F401 - the fixture checks what the watch saw
 from tests.engine.reference import Reference
 from tests.engine.watch import Watch
 from tests.lossless import models
@@ -70,6 +70,8 @@ def rigs(folders) -> Iterator[Callable[[Case], SmallRig]]:
         # One size of round: the others are the same code, and tests/engine and tests/drafters run them.
         needed = tuple(sorted({0, programs.shapes.gamma(LEVELS)} if case.drafter != "none" else {0}))
         programs.shapes = programs.shapes._replace(gammas=needed)
+        if case.law != "block" and case.drafter != "none":
+            widest(engine)  # a law judges row by row; rows alone and plain steps are the block engine's
         engine.warmup()
         sure = load(folders("sure"), **given).programs.params
         blurry = Params(programs.params.target, blurred(programs.params.drafter, 0.04))

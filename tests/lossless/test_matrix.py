@@ -39,7 +39,8 @@ def test_greedy_text_is_the_plain_text(case: Case, rig: SmallRig, plain: Texts):
 @pytest.mark.parametrize("options", SAMPLED)
 @every_case
 def test_sampled_text_follows_the_target(case: Case, rig: SmallRig, plain: Texts, pool: Pool, options: str):
-    """A02, A03, A10, A14, A15: at batch 8, and the same texts at batch 1. Coupled: the plain text itself.
+    """A02, A03, A10, A14, A15: at batch 8, and the same texts alone (under block in a state of one row). Coupled: the
+    plain text itself.
 
     One case sees a law that is 8 % off (total variation), all of a law together 2 %.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING_SELECTED = 5  # pytest's exit status
 # Those that take longest start first.
-SLOW_FIRST = ("lossless", "engine", "drafters", "serve", "model", "cli", "test_demo_model.py")
+SLOW_FIRST = ("lossless", "drafters", "engine", "serve", "model", "train", "cli", "test_demo_model.py")
 
 
 def areas() -> list[str]:

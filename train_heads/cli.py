@@ -127,6 +127,8 @@ def train(args: argparse.Namespace) -> None:
     from train_heads.loop import run
 
     result = run(config)
+    if args.process_id:
+        return
     sys.stdout.write(
         f"{result.heads}: step {result.step}, held-out loss {result.loss:.4f}, {result.tokens_per_s:.0f} tokens/s; "
         f"curves in {Path(config.out) / 'curves.png'}\n"

@@ -11,7 +11,9 @@
 carried along unread.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,14 +36,18 @@ class Line(NamedTuple):
 
 
 def read_lines(path: str | Path) -> Iterator[Line]:
-    """The objects of a JSONL file, one at a time; empty lines are skipped. UserError names the line that is none."""
+    """The objects of a JSONL file, one at a time; empty lines are skipped. A name that ends in .gz is unpacked.
+
+    UserError names the line that is none.
+    """
+    opened = gzip.open if str(path).endswith(".gz") else open
     try:
-        with Path(path).open("rb") as file:
+        with opened(path, "rb") as file:
             for number, raw in enumerate(file, 1):
                 if raw.strip():
                     yield Line(f"{path}:{number}", _object(raw, f"{path}:{number}"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
 
 
 def _object(raw: bytes, where: str) -> Mapping[str, Any]:

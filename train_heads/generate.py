@@ -28,7 +28,7 @@ from train_heads.progress import Progress
 class GenerateConfig:
     """What the answers depend on; kept beside them, and compared before a run goes on."""
 
-    target: str  # model version
+    target: str  # sha256 over the hashes of its tensors
     data_sha256: str
     sampling: dict[str, Any]
     greedy_share: float  # of the prompts, answered at temperature 0
@@ -51,8 +51,9 @@ class GenerateConfig:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise UserError(f"{data}: cannot be read ({error.strerror})") from None
-        version = checkpoint.manifest.model_version
-        return cls(version, digest, dataclasses.asdict(sampling), greedy_share, seed, max_len)
+        tensors = sorted((name, record.sha256) for name, record in checkpoint.manifest.tensors.items())
+        target = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+        return cls(target, digest, dataclasses.asdict(sampling), greedy_share, seed, max_len)
 
 
 class Answers:

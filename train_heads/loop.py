@@ -1,6 +1,7 @@
 """A training run: from its last checkpoint to its last step, then a folder of heads and what it gives in serving."""
 
 import dataclasses
+import io
 import json
 import time
 from collections.abc import Callable
@@ -40,7 +41,9 @@ class Result(NamedTuple):
 
 def run(config: RunConfig, progress: Progress | None = None) -> Result:
     """Trains, or goes on where a killed run of the same config stopped. Raises UserError, EngineFault."""
-    folder, progress = Path(config.out), progress or Progress()
+    folder = Path(config.out)
+    if progress is None:
+        progress = Progress() if jax.process_index() == 0 else Progress(io.StringIO())
     _same_run(folder, config)
     job = make_job(config)
     run = Run(job, folder, progress)

@@ -22,20 +22,32 @@ def orbax() -> Iterator[ocp.Checkpointer]:
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),
     )
+    processes = _this_process_alone()
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False,
         use_zarr3=True,
         use_compression=False,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
+        multiprocessing_options=processes,
     )
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns, per item, that there are no OCDBT parts to merge
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
+        with ocp.Checkpointer(handler, multiprocessing_options=processes) as checkpointer:
             yield checkpointer
     finally:
         log.setLevel(level)
+
+
+def _this_process_alone() -> ocp.options.MultiprocessingOptions:
+    """One process writes a folder, and each reads its own pieces: none waits for the others."""
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
+    )
 
 
 def save_item(folder: Path, leaves: Mapping[str, Any]) -> None:

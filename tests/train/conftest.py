@@ -1,5 +1,7 @@
 """A tiny target and packed rows of it."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,3 +41,21 @@ def rows(documents):
     """[4, ROW]"""
     parts = plan(LENGTHS, ROW)
     return stack([pack([documents[i] for i in part], ROW) for part in parts])
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Documents of very different lengths, with regular tokens that a head can learn a little of."""
+    rng = np.random.default_rng(5)
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    with path.open("w") as file:
+        for _ in range(40):
+            start, length = rng.integers(0, 400), rng.integers(12, 60)
+            ids = ((start + 3 * np.arange(length)) % 500).tolist()
+            file.write(json.dumps({"prompt_ids": ids[: length // 3], "answer_ids": ids[length // 3 :]}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def target_dir(tiny_models):
+    return tiny_models("tiny-llama3-8l")

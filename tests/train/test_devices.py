@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.checkpoint import open_any, restore_params
 from jaxspec.sharding import make_sharding
-from tests.train.test_runs import KINDS, config, data, finish, flags, losses, start, target_dir  # noqa: F401
+from tests.train.runs import KINDS, config, finish, flags, losses, start
 from train_heads.job import make_job
 from train_heads.loop import Run, run
 from train_heads.progress import Progress
@@ -27,7 +27,7 @@ def weights(folder):
 
 
 @pytest.fixture(scope="module")
-def alone(target_dir, data, tmp_path_factory):  # noqa: F811
+def alone(target_dir, data, tmp_path_factory):
     """``alone(kind)``: the run on one device."""
     home = tmp_path_factory.mktemp("alone")
 
@@ -41,7 +41,7 @@ def alone(target_dir, data, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_devices_train_as_one(kind, alone, target_dir, data, tmp_path):  # noqa: F811
+def test_four_devices_train_as_one(kind, alone, target_dir, data, tmp_path):
     """I11, I16, I17: rows of very different lengths over two data shards, parameters over two model shards."""
     out = tmp_path / "run"
     run(config(*flags(kind, target_dir, data, out, *STEPS, "--mesh", "data=2,model=2")), Progress())
@@ -53,7 +53,7 @@ def test_four_devices_train_as_one(kind, alone, target_dir, data, tmp_path):  # 
         assert np.mean(np.abs(value - expected[name]) > 1e-4) < 0.01, name
 
 
-def test_replicas_stay_one(target_dir, data, tmp_path):  # noqa: F811
+def test_replicas_stay_one(target_dir, data, tmp_path):
     """I16: after steps on other rows per device, every device holds the same parameters, to the last bit."""
     arguments = flags("medusa", target_dir, data, tmp_path / "run", *STEPS, "--mesh", "data=4,model=1")
     made = Run(make_job(config(*arguments)), tmp_path / "run", Progress())
@@ -71,7 +71,7 @@ def test_replicas_stay_one(target_dir, data, tmp_path):  # noqa: F811
         made.close()
 
 
-def test_four_processes_train_as_one(alone, target_dir, data, tmp_path):  # noqa: F811
+def test_four_processes_train_as_one(alone, target_dir, data, tmp_path):
     """Through ``jax.distributed``, one device each; the first process alone writes logs and heads."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

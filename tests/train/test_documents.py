@@ -1,5 +1,6 @@
 """Which lines are understood, what is an answer in them, and what is refused with which words."""
 
+import gzip
 import json
 
 import numpy as np
@@ -91,6 +92,13 @@ def test_lines(tmp_path):
         with pytest.raises(UserError, match=words) as error:
             list(read_lines(path))
         assert str(error.value).startswith(f"{path}:2: ")
+    packed = tmp_path / "data.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    assert [line.data for line in read_lines(packed)] == [{"a": 1}]
+    for raw in (b'{"a": 1}\n', gzip.compress(b'{"a": 1}\n')[:-9]):
+        packed.write_bytes(raw)
+        with pytest.raises(UserError, match="cannot be read"):
+            list(read_lines(packed))
     with pytest.raises(UserError, match="cannot be read"):
         list(read_lines(tmp_path / "none"))
 

@@ -1,65 +1,22 @@
 """Runs of ``jaxspec-train`` from end to end on a tiny target: each kind, kills, intervals, steps without numbers."""
 
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from jaxspec import Completion, Engine, SamplingParams, SpeculationConfig, SpeculationParams
 from jaxspec.checkpoint import open_any
 from jaxspec.errors import EngineFault, UserError
+from tests.train.runs import KINDS, config, finish, flags, losses, parameters, start
 from train_heads import logs
-from train_heads.cli import config_from, main, parser
+from train_heads import served as serving
+from train_heads.cli import main
 from train_heads.config import RunConfig
 from train_heads.loop import run
 from train_heads.progress import Progress
-
-KINDS = {
-    "medusa": ["--heads", "3", "--draft-vocab-size", "128"],
-    "eagle": [],
-    "eagle3": ["--unroll", "3", "--draft-vocab-size", "128"],
-    "draft": ["--layers", "2"],
-}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Documents of very different lengths, with regular tokens that a head can learn a little of."""
-    rng = np.random.default_rng(5)
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    with path.open("w") as file:
-        for _ in range(40):
-            start, length = rng.integers(0, 400), rng.integers(12, 60)
-            ids = ((start + 3 * np.arange(length)) % 500).tolist()
-            file.write(json.dumps({"prompt_ids": ids[: length // 3], "answer_ids": ids[length // 3 :]}) + "\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def target_dir(tiny_models):
-    return tiny_models("tiny-llama3-8l")
-
-
-def flags(kind, target_dir, data, out, *more):
-    small = ["--row", "64", "--rows", "4", "--held-out", "0.2", "--warmup", "1", "--mesh", "1"]
-    files = ["--target", str(target_dir), "--data", str(data), "--out", str(out)]
-    return [kind, *files, *small, *KINDS[kind], *more]
-
-
-def config(*arguments):
-    return config_from(parser().parse_args(arguments))
-
-
-def losses(out, kind="train"):
-    return [
-        (line["step"], line["loss"], line.get("rate")) for line in logs.read(out / logs.LOG) if line["kind"] == kind
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,34 +43,17 @@ def test_two_steps_and_what_is_served(kind, target_dir, data, tmp_path, capsys):
     assert drafted.summary.speculation.num_draft_tokens > 0
 
 
-def test_a_shift_of_labels_is_found(target_dir, data, tmp_path, monkeypatch):
-    """I07: heads that learnt one place too far are refused by the check after training."""
-    from train_heads import served
-
-    real = served.guesses
-    monkeypatch.setattr(served, "guesses", lambda levels, words: np.roll(real(levels, words), 1, axis=2))
-    out = tmp_path / "run"
-    arguments = flags("draft", target_dir, data, out, "--steps", "40", "--serve", "1", "--learning-rate", "0.01")
+def test_serving_and_training_must_agree(target_dir, data, tmp_path, monkeypatch):
+    """I07: a draft of all the target's layers is accepted always, as foreseen; guesses one place off are refused."""
+    more = ("--steps", "1", "--serve", "7", "--learning-rate", "1e-9", "--layers", "8")
+    run(config(*flags("draft", target_dir, data, tmp_path / "run", *more)), Progress())
+    served = [line for line in logs.read(tmp_path / "run" / logs.LOG) if line["kind"] == "served"]
+    assert all(line["accepted"] == line["foreseen"] >= 8 for line in served)
+    assert served[0]["tokens_per_target_pass"] > 1.5
+    real = serving.guesses
+    monkeypatch.setattr(serving, "guesses", lambda levels, words: jnp.roll(real(levels, words), 1, axis=2))
     with pytest.raises(EngineFault, match="do not compute the same"):
-        run(config(*arguments), Progress())
-
-
-def start(arguments, devices=4):
-    xla = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
-    environment = os.environ | {"PYTHONPATH": os.getcwd(), "XLA_FLAGS": xla}
-    command = [sys.executable, "-m", "train_heads", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process):
-    output = process.communicate(timeout=500)[0]
-    assert process.returncode == 0, output
-    return output
-
-
-def parameters(folder):
-    checkpoint = open_any(folder)
-    return {name: record.sha256 for name, record in checkpoint.manifest.tensors.items()}
+        run(config(*flags("draft", target_dir, data, tmp_path / "other", *more)), Progress())
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(target_dir, data, tmp_path):

@@ -37,9 +37,8 @@ def step(words: str, arguments: list[str]) -> None:
 def serve(target: Path, kind: str, heads: Path) -> Completion:
     """A greedy answer with these heads."""
     method = "draft_model" if kind == "draft" else kind
-    given = {"draft": heads} if kind == "draft" else {"heads": heads}
-    speculation = SpeculationConfig(method=method, num_speculative_tokens=4)
-    with Engine.load(target, speculation=speculation, mesh="1", max_slots=1, max_len=128, **given) as engine:
+    speculation = SpeculationConfig(method=method, model=str(heads), num_speculative_tokens=4)
+    with Engine.load(target, speculation=speculation, mesh="1", max_slots=1, max_len=128) as engine:
         prompt = Prompt(chat=(("user", PROMPTS[0]),))
         return Completion.of(engine.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0)))
 

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -65,8 +65,9 @@ class FeatureFile:
         for place, number in enumerate(batch.numbers):
             raw = os.pread(self._data, self._row_bytes, number * self._row_bytes)
             whole[place] = np.frombuffer(raw, self._size.dtype).reshape(whole.shape[1:])
-        taps = whole[..., self._hidden :]
-        return Features(whole[..., : self._hidden], taps if taps.shape[-1] else None)
+        hidden: Any = whole[..., : self._hidden]
+        taps: Any = whole[..., self._hidden :]
+        return Features(hidden, taps if taps.shape[-1] else None)
 
     def _keep(self, numbers: Sequence[int], features: Features) -> None:
         parts = [np.asarray(x, self._size.dtype) for x in jax.device_get(features) if x is not None]

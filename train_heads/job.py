@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from train_heads.medusa import MedusaObjective
 from train_heads.objective import Objective, Params
 from train_heads.words import Words
 
+T = TypeVar("T")
 HELD_OUT_ROWS = 32  # looked at in an evaluation, at most
 
 
@@ -138,7 +139,7 @@ def _heads_config(config: RunConfig, model: ModelDef, words: Words) -> HeadsConf
     return made
 
 
-def place(job: Job, tree: object, parts: bool) -> object:
+def place(job: Job, tree: T, parts: bool) -> T:
     """Host arrays of a batch on the mesh, rows over its data axis; ``parts``: [A, B, ..] instead of [B, ..]."""
     sharding = job.objective.target.sharding
 

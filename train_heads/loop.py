@@ -4,9 +4,8 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -97,19 +96,18 @@ class Run:
         if self.step == 0:
             self._serve_first()
         began = time.monotonic()
-        behind: tuple[int, Batch, Taken] | None = None
+        behind: list[tuple[int, Batch, Taken]] = []
         while self.step < config.optim.steps:
-            batch = self._batches[self.step]
+            batch = cast(Batch, self._batches[self.step])
             self.state, taken = self._take(self.state, self.fixed, self.job.target, *self._given(batch))
             self.step += 1
             # Looked at one step late, so that the devices never wait for the host.
-            if behind is not None:
-                self._report(*behind)
-            behind = (self.step, batch, taken)
+            for each in behind:
+                self._report(*each)
+            behind = [(self.step, batch, taken)]
             last = self.step == config.optim.steps
             if last or self.step % config.evaluate_every == 0 or self.step % config.save_every == 0:
-                self._report(*behind)
-                behind = None
+                self._report(*behind.pop())
                 self._seconds += time.monotonic() - began
                 self._keep(last)
                 began = time.monotonic()
@@ -119,7 +117,7 @@ class Run:
         """Rows [A, B, T] on the mesh, and features where they are kept."""
         config = self.job.config
         parts = config.optim.accumulate
-        rows: Any = place(self.job, _cut(batch.rows, parts), True)
+        rows = place(self.job, _cut(batch.rows, parts), True)
         if self._files is None:
             return (rows,)
         features = self._features("train", batch, config.batches.rows)
@@ -128,8 +126,9 @@ class Run:
     def _features(self, part: str, batch: Batch, rows: int) -> Features:
         """Of rows [B, T], from disk."""
         assert self._files is not None
-        look: Callable[[], Features] = lambda: self._look(self.job.target, place(self.job, batch.rows, False))  # noqa: E731  # pyright: ignore[reportArgumentType]
-        return self._files[part].get(batch, rows, look)
+        return self._files[part].get(
+            batch, rows, lambda: self._look(self.job.target, place(self.job, batch.rows, False))
+        )
 
     def _report(self, step: int, batch: Batch, taken: Taken) -> None:
         """Logs a step. EngineFault names one that gave no number; the state is as before it."""
@@ -169,12 +168,12 @@ class Run:
         found = []
         for numbers in corpus.in_order(source, rows, HELD_OUT_ROWS):
             batch = corpus.padded(source, numbers, rows)
-            placed: Any = place(job, batch.rows, False)
+            placed = place(job, batch.rows, False)
             if self._files is None:
                 features = self._look(job.target, placed)
             else:
                 features = place(job, self._features(part, batch, rows), False)
-            found.append(self._measure(self.state.trained, self.fixed, job.target, placed, features))  # pyright: ignore[reportArgumentType]
+            found.append(self._measure(self.state.trained, self.fixed, job.target, placed, features))
         return mean(found)
 
     def _serve_first(self) -> None:

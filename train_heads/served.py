@@ -5,7 +5,7 @@ through the training code, whose guesses say which drafts are right: walking ove
 many. A shift of labels, positions or hidden states between training and serving shows here at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -14,13 +14,12 @@ import numpy as np
 
 from jaxspec import Completion, Engine, SamplingParams, SpeculationConfig
 from jaxspec.shapes import NODES_MAX
-from train_heads.corpus import Batch
 from train_heads.draft import DraftObjective
 from train_heads.eagle import EagleObjective
 from train_heads.job import Job, place
 from train_heads.medusa import MedusaObjective
 from train_heads.objective import Objective, Params, guesses, look
-from train_heads.packing import Document, pack
+from train_heads.packing import Document, Rows, pack
 
 # Tokens of an answer that is decoded, at most.
 ANSWER: Final = 48
@@ -83,9 +82,13 @@ def serve(job: Job, folder: Path, trained: Params, fixed: Params) -> Served | No
         drawn = _decode(engine, prompts, SamplingParams(max_tokens=tokens, temperature=1.0, seed=1))
     histogram = np.sum([done.summary.speculation.acceptance_histogram for done in greedy], axis=0)[: depth + 1]
     reached = np.cumsum(histogram[::-1])[::-1]  # [i]: steps that accepted at least i drafts
-    foreseen = 0
+    guess, foreseen = _make_guesses(job), 0
     for prompt, done in zip(prompts, greedy, strict=True):
-        foreseen += _foreseen(job, trained, fixed, prompt, done, depth, tokens)
+        ids_T = np.array([*prompt, *done.token_ids], np.int32)
+        rows = pack([Document(ids_T, np.arange(len(ids_T)) >= len(prompt))], config.batches.row)
+        guessed_KBT = guess(trained, fixed, job.target, place(job, rows, False))
+        first = 1 if is_draft else 2
+        foreseen += walk(np.asarray(guessed_KBT)[:, 0], ids_T, len(prompt), first, depth, tokens)
     return Served(
         _per_pass(greedy),
         _per_pass(drawn),
@@ -131,20 +134,16 @@ def _per_pass(done: Sequence[Completion]) -> float:
     return sum(len(each.token_ids) - 1 for each in done) / passes if passes else 0.0
 
 
-def _foreseen(
-    job: Job, trained: Params, fixed: Params, prompt: list[int], done: Completion, depth: int, limit: int
-) -> int:
-    """How many drafts the engine accepts of this text if it drafts what the training code guesses.
+def walk(guessed_KT: np.ndarray, ids_T: np.ndarray, prompt: int, first: int, depth: int, limit: int) -> int:
+    """How many drafts the engine accepts of a text if it drafts what the training code guesses.
 
-    ``limit``: tokens that the engine was asked for. It drafts one less than are left, for a step says one by itself.
+    ``guessed_KT``: by level and token; ``first``: the place of the first level (2 for heads, which have seen the token
+    before the pending one; 1 for a draft, whose deeper drafts are its first level, further on). ``limit``: tokens that
+    the engine was asked for. It drafts one less than are left, for a step says one by itself.
     """
-    ids_T = np.array([*prompt, *done.token_ids], np.int32)
-    rows = pack([Document(ids_T, np.arange(len(ids_T)) >= len(prompt))], job.config.batches.row)
-    guessed_KT = np.asarray(_guesses(job)(trained, fixed, job.target, place(job, Batch((0,), rows).rows, False)))[:, 0]
-    first = 1 if isinstance(job.objective, DraftObjective) else 2
-    at, accepted = len(prompt), 0  # ``at``: the pending token, said but not yet passed through the target
+    at, accepted = prompt, 0  # ``at``: the pending token, said but not yet passed through the target
     while at < len(ids_T) - 1:
-        right, most = 0, min(depth, len(prompt) + limit - at - 2)
+        right, most = 0, min(depth, prompt + limit - at - 2)
         while right < most and at + 1 + right < len(ids_T):
             level, row = (0, at + right) if first == 1 else (right, at - 1)
             if guessed_KT[level, row] != ids_T[at + 1 + right]:
@@ -155,11 +154,11 @@ def _foreseen(
     return accepted
 
 
-def _guesses(job: Job) -> object:
+def _make_guesses(job: Job) -> Callable[[Params, Params, Params, Rows], jax.Array]:
     objective = job.objective
 
-    def run(trained: Params, fixed: Params, target: Params, rows: object) -> jax.Array:
-        features = look(objective.target, target, rows, objective.taps)  # pyright: ignore[reportArgumentType]
-        return guesses(objective.levels(trained, fixed, target, rows, features, None), objective.words)  # pyright: ignore[reportArgumentType]
+    def run(trained: Params, fixed: Params, target: Params, rows: Rows) -> jax.Array:
+        features = look(objective.target, target, rows, objective.taps)
+        return guesses(objective.levels(trained, fixed, target, rows, features, None), objective.words)
 
     return jax.jit(run)

@@ -10,10 +10,21 @@ from checkpoints_convert.convert import convert
 from jaxspec.checkpoint import open_checkpoint, restore_params
 from jaxspec.model.llama import define
 from jaxspec.sharding import make_sharding
+from tests.train.runs import STARTED
 from train_heads.packing import Document, pack, plan, stack
 
 ROW = 64
 LENGTHS = (41, 9, 17, 30, 22, 60, 5, 33)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_stays():
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture(scope="session")

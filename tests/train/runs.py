@@ -17,6 +17,10 @@ KINDS = {
 }
 
 
+# What a failed test leaves running is ended after it, see the fixture in conftest.py.
+STARTED: list[subprocess.Popen[str]] = []
+
+
 def flags(kind, target_dir, data, out, *more):
     small = ["--row", "64", "--rows", "4", "--held-out", "0.2", "--warmup", "1", "--mesh", "1"]
     files = ["--target", str(target_dir), "--data", str(data), "--out", str(out)]
@@ -37,7 +41,9 @@ def start(arguments, devices=4):
     xla = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "XLA_FLAGS": xla}
     command = [sys.executable, "-m", "train_heads", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    STARTED.append(process)
+    return process
 
 
 def finish(process):

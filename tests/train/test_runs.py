@@ -15,7 +15,9 @@ from train_heads import logs
 from train_heads import served as serving
 from train_heads.cli import main
 from train_heads.config import RunConfig
-from train_heads.loop import run
+from train_heads.export import export
+from train_heads.job import make_job
+from train_heads.loop import Run, run
 from train_heads.progress import Progress
 
 
@@ -45,15 +47,20 @@ def test_two_steps_and_what_is_served(kind, target_dir, data, tmp_path, capsys):
 
 def test_serving_and_training_must_agree(target_dir, data, tmp_path, monkeypatch):
     """I07: a draft of all the target's layers is accepted always, as foreseen; guesses one place off are refused."""
-    more = ("--steps", "1", "--serve", "7", "--learning-rate", "1e-9", "--layers", "8")
-    run(config(*flags("draft", target_dir, data, tmp_path / "run", *more)), Progress())
-    served = [line for line in logs.read(tmp_path / "run" / logs.LOG) if line["kind"] == "served"]
-    assert all(line["accepted"] == line["foreseen"] >= 8 for line in served)
-    assert served[0]["tokens_per_target_pass"] > 1.5
-    real = serving.guesses
-    monkeypatch.setattr(serving, "guesses", lambda levels, words: jnp.roll(real(levels, words), 1, axis=2))
-    with pytest.raises(EngineFault, match="do not compute the same"):
-        run(config(*flags("draft", target_dir, data, tmp_path / "other", *more)), Progress())
+    arguments = flags("draft", target_dir, data, tmp_path, "--serve", "7", "--layers", "8")
+    made = Run(make_job(config(*arguments)), tmp_path, Progress())
+    try:
+        given = made.state.trained, made.fixed
+        folder = export(made.job, *given, tmp_path / "heads", "float32")
+        found = serving.serve(made.job, folder, *given)
+        assert found.accepted == found.foreseen >= 8
+        assert found.tokens_per_target_pass > 1.5
+        real = serving.guesses
+        monkeypatch.setattr(serving, "guesses", lambda levels, words: jnp.roll(real(levels, words), 1, axis=2))
+        with pytest.raises(EngineFault, match="do not compute the same"):
+            made._serve(folder, 0)
+    finally:
+        made.close()
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(target_dir, data, tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 # Conversion needs no accelerator, and must not take one from a server on the same machine.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from checkpoints_convert.commands import heads, look, to_hf, to_orbax
+from checkpoints_convert.commands import heads, look, pack, to_hf, to_orbax
 from checkpoints_convert.findings import ConversionError, one_line
 from jaxspec.errors import UserError
 
@@ -46,5 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     to_orbax.add_parser(commands)
     to_hf.add_parser(commands)
     heads.add_parser(commands)
+    pack.add_parser(commands)
     look.add_parsers(commands)
     return parser

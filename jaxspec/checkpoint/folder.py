@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from jaxspec.checkpoint.manifest import MANIFEST, Manifest, contradictions, grouped
+from jaxspec.checkpoint.packed import ENDS, is_packed
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.heads.config import HeadsConfig, heads_config_from_json
@@ -31,14 +32,20 @@ class Checkpoint(Generic[ConfigT]):
         return grouped(self.manifest.tensors)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint[LlamaConfig]:
+def open_checkpoint(path: str | Path, *, beside_target: bool = False) -> Checkpoint[LlamaConfig]:
     """Opens a converted model and checks that its parts agree. No weight is read.
 
-    Raises UserError naming everything that is missing, unknown or contradictory.
+    ``beside_target``: a draft may lack parameters that it shares with its target. Raises UserError naming everything
+    that is missing, unknown or contradictory.
     """
     path, data, manifest = read_head(path)
     if "method" in data:
         raise UserError(f"{path}: expected a model, found {data['method']} heads (give them with --heads)")
+    if manifest.shared and not beside_target:
+        shared = ", ".join(manifest.shared)
+        raise UserError(
+            f"{path}: a draft that takes {shared} from its target: give it with --draft, beside that target"
+        )
     config = LlamaConfig.from_json(data)
     return agreed(path, config, param_specs(config), manifest)
 
@@ -58,7 +65,7 @@ def open_heads(path: str | Path) -> Checkpoint[HeadsConfig]:
 
 def open_any(path: str | Path) -> Checkpoint[LlamaConfig] | Checkpoint[HeadsConfig]:
     """Opens a model or heads, whichever the folder holds. Raises UserError as those two do."""
-    return open_heads(path) if "method" in read_head(path)[1] else open_checkpoint(path)
+    return open_heads(path) if "method" in read_head(path)[1] else open_checkpoint(path, beside_target=True)
 
 
 def read_head(path: str | Path) -> tuple[Path, Mapping[str, Any], Manifest]:
@@ -78,10 +85,12 @@ def read_head(path: str | Path) -> tuple[Path, Mapping[str, Any], Manifest]:
 
 def agreed(path: Path, config: ConfigT, specs: Mapping[str, ParamSpec], manifest: Manifest) -> Checkpoint[ConfigT]:
     """The opened folder. Raises UserError unless the manifest and the files are those of a model with ``specs``."""
-    problems = contradictions(specs, manifest.tensors)
-    problems += [
-        f"params/{group} is missing" for group in grouped(manifest.tensors) if not (path / "params" / group).is_dir()
-    ]
+    problems = [f"shared: no parameter {name} that a draft can share" for name in set(manifest.shared) - set(ENDS)]
+    own = {name: spec for name, spec in specs.items() if name not in manifest.shared}
+    problems += contradictions(own, manifest.tensors)
+    if not is_packed(path):
+        groups = grouped(manifest.tensors)
+        problems += [f"params/{group} is missing" for group in groups if not (path / "params" / group).is_dir()]
     tokenizer_dir: Path | None = None
     if (path / "tokenizer").is_dir() or manifest.tokenizer_size is not None:
         tokenizer_dir = path / "tokenizer"

@@ -75,6 +75,7 @@ class Manifest:
     tokenizer_fingerprint: str | None
     tokenizer_size: int | None
     tensors: dict[str, TensorRecord]
+    shared: tuple[str, ...] = ()  # parameters of a draft that are not here but its target's own
     layout: dict[str, int] | None = None  # mesh whose devices each find their own pieces in files of their own
     quantization_errors: dict[str, QuantizationError] = dataclasses.field(default_factory=dict)
 
@@ -98,7 +99,11 @@ class Manifest:
             name: QuantizationError(**checked_fields(QuantizationError, entry, f"{where}: quantization_errors.{name}"))
             for name, entry in values["quantization_errors"].items()
         }
-        return cls(**{**values, "tensors": tensors, "quantization_errors": errors})
+        shared = values.get("shared", [])
+        if not isinstance(shared, list | tuple) or not all(isinstance(name, str) for name in shared):
+            raise UserError(f"{where}: shared: expected a list of parameters, got {shared!r}")
+        made = {"tensors": tensors, "quantization_errors": errors, "shared": tuple(shared)}
+        return cls(**{**values, **made})
 
 
 def group_and_leaf(name: str) -> tuple[str, str]:

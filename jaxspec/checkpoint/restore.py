@@ -14,13 +14,14 @@ from jaxspec.checkpoint.folder import Checkpoint, read_json
 from jaxspec.checkpoint.int8 import dequantize
 from jaxspec.checkpoint.manifest import SCALE, STORED_DTYPES, TensorRecord, group_and_leaf
 from jaxspec.checkpoint.orbax import orbax
+from jaxspec.checkpoint.packed import is_packed, read_packed
 from jaxspec.errors import UserError
 
 
 def restore_params(
     checkpoint: Checkpoint[Any], shardings: Mapping[str, jax.sharding.Sharding], dtype: npt.DTypeLike | None
 ) -> dict[str, jax.Array]:
-    """Reads every parameter straight into its sharding.
+    """Reads every parameter that the folder has straight into its sharding; those it shares are not among them.
 
     ``dtype`` is what floating-point parameters are cast to while they are read; None keeps each as it is stored. int8
     parameters are multiplied out on the devices that hold them, to float32 for None. Raises UserError when
@@ -32,6 +33,7 @@ def restore_params(
     if problems:
         raise UserError(f"{checkpoint.path}: {'; '.join(problems)}")
     tensors = checkpoint.manifest.tensors
+    shardings = {name: value for name, value in shardings.items() if name not in checkpoint.manifest.shared}
 
     def restore_args(name: str) -> ocp.RestoreArgs:
         record, stored = tensors[name], STORED_DTYPES[tensors[name].dtype]
@@ -102,6 +104,9 @@ def stored_problems(params: Path, group: str, tensors: Mapping[str, TensorRecord
 def _restore_group(
     checkpointer: ocp.Checkpointer, checkpoint: Checkpoint[Any], group: str, arguments: Mapping[str, ocp.RestoreArgs]
 ) -> dict[str, Any]:
+    if is_packed(checkpoint.path):
+        arrays = read_packed(checkpoint.path, arguments, checkpoint.manifest.tensors)
+        return {name: _placed(array, arguments[name]) for name, array in arrays.items()}
     folder = (checkpoint.path / "params" / group).absolute()
     by_leaf = {group_and_leaf(name)[1]: argument for name, argument in arguments.items()}
     tensors = {name: checkpoint.manifest.tensors[name] for name in arguments}
@@ -113,6 +118,15 @@ def _restore_group(
         reason = str(error).partition("\n")[0].partition(" See full")[0][:200]
         raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {reason})") from error
     return {name: restored[group_and_leaf(name)[1]] for name in arguments}
+
+
+def _placed(array: np.ndarray, argument: ocp.RestoreArgs) -> Any:
+    """As Orbax would restore it."""
+    if not isinstance(argument, ocp.ArrayRestoreArgs):
+        return array
+    array = array.astype(argument.dtype)
+    assert isinstance(argument.sharding, jax.sharding.Sharding)
+    return jax.make_array_from_callback(array.shape, argument.sharding, array.__getitem__)
 
 
 def _scale_sharding(sharding: jax.sharding.Sharding, rank: int) -> jax.sharding.Sharding:

@@ -8,7 +8,7 @@ encodings number their tokens in the order of the merges, which is roughly that 
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,11 +30,12 @@ assert DRAFT_VOCAB_MIN > STOP_IDS
 
 
 def trim_vocab(
-    drafter: LinearDrafter, params: dict[str, jax.Array], folder: Path, size: int
-) -> tuple[LinearDrafter, dict[str, jax.Array]]:
-    """The drafter that says the ``size`` most frequent ids alone. Raises UserError for a size or a list that is wrong.
+    drafter: LinearDrafter, folder: Path, size: int
+) -> tuple[LinearDrafter, Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]]:
+    """The drafter that says the ``size`` most frequent ids alone, and what makes its parameters of the whole ones.
 
-    A head of its own is dropped for its trimmed rows; one that is the embedding stays whole beside them.
+    A head of its own is dropped for its trimmed rows; one that is the embedding stays whole beside them. Raises
+    UserError for a size or a list that is wrong.
     """
     model = drafter.model
     known = min(model.config.vocab_size, drafter.valid_vocab)
@@ -43,20 +44,25 @@ def trim_vocab(
     listed = _read_list(folder / DRAFT_VOCAB, size, known)
     ids_N = np.arange(size, dtype=np.int32) if listed is None else np.array(listed, np.int32)
 
-    name = _head_name(model)
-    trimmed = dict(params)
-    trimmed[TRIMMED_HEAD] = _rows(params[name], ids_N, model)
-    if listed is not None:
-        place_V = np.full((drafter.vocab,), size, np.int32)
-        place_V[ids_N] = np.arange(size)
-        trimmed[TRIMMED_PLACE] = jax.device_put(jnp.asarray(place_V), model.sharding.replicated)
+    whole, name = model, _head_name(model)
     if name == "lm_head":
-        del trimmed["lm_head"]
         # To the module the head is then the embedding, which nobody asks for logits.
         config = dataclasses.replace(model.config, tie_word_embeddings=True)
         model = define(config, model.sharding, model.dtype, model.cache_dtype)
+
+    def trim(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        trimmed = dict(params)
+        trimmed[TRIMMED_HEAD] = _rows(params[name], ids_N, whole)
+        if listed is not None:
+            place_V = np.full((drafter.vocab,), size, np.int32)
+            place_V[ids_N] = np.arange(size)
+            trimmed[TRIMMED_PLACE] = jax.device_put(jnp.asarray(place_V), whole.sharding.replicated)
+        if name == "lm_head":
+            del trimmed["lm_head"]
+        return trimmed
+
     kind = "first" if listed is None else "listed"
-    return dataclasses.replace(drafter, model=model, trimmed=kind), trimmed
+    return dataclasses.replace(drafter, model=model, trimmed=kind), trim
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,16 +153,30 @@ def _without_model(speculation: SpeculationConfig, target: Target) -> Drafting:
 
 
 def _draft_model(speculation: SpeculationConfig, target: Target, folder: str | Path, max_len: int) -> Drafting:
-    draft = open_checkpoint(folder)
+    draft = open_checkpoint(folder, beside_target=True)
     check_pair(target.checkpoint, draft)
     model = define(draft.config, target.model.sharding, target.model.dtype, target.model.cache_dtype)
     params = restore_params(draft, model.shardings(), target.model.dtype)
     vocab = target.checkpoint.config.vocab_size
     drafter = LinearDrafter(model, vocab, target.valid_vocab, sample=_sample(speculation, "probabilistic"))
+    trim = None
     if speculation.draft_vocab_size is not None:
-        drafter, params = trim_vocab(drafter, params, draft.path, speculation.draft_vocab_size)
+        drafter, trim = trim_vocab(drafter, draft.path, speculation.draft_vocab_size)
     limit = draft.config.max_position_embeddings
-    return Drafting(drafter, params, limit, GAMMA_BUCKETS, _short_context(f"draft {folder}", limit, max_len))
+    notes = _short_context(f"draft {folder}", limit, max_len)
+    complete = partial(_with_shared, draft.manifest.shared, trim)
+    return Drafting(drafter, params, limit, GAMMA_BUCKETS, notes, complete)
+
+
+def _with_shared(
+    shared: tuple[str, ...],
+    trim: Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]] | None,
+    own: Mapping[str, jax.Array],
+    target: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """A draft's parameters with those that are its target's own: the same arrays, not copies."""
+    whole = {**own, **{name: target[name] for name in shared}}
+    return whole if trim is None else trim(whole)
 
 
 def _short_context(what: str, limit: int, max_len: int) -> tuple[str, ...]:
@@ -184,6 +198,13 @@ def check_pair(target: Checkpoint[Any], draft: Checkpoint[Any]) -> None:
             f"draft {draft.path}: expected family {ours.family} {ours.model_version} as the target, "
             f"got {theirs.family} {theirs.model_version}"
         )
+    for name in theirs.shared:
+        wanted, given = draft.specs[name].shape, target.specs[name].shape if name in target.specs else None
+        if wanted != given:
+            raise UserError(
+                f"draft {draft.path}: takes {name} from its target: expected shape {list(wanted)}, "
+                f"got {'none' if given is None else list(given)}"
+            )
     if ours.tokenizer_fingerprint is None and target.config.vocab_size != draft.config.vocab_size:
         raise UserError(
             f"draft {draft.path}: without tokenizers the vocabularies must agree: expected "

@@ -10,15 +10,13 @@ import numpy as np
 
 from checkpoints_convert.export.safetensors import write_safetensors
 from jaxspec.checkpoint import check_destination, open_any, open_checkpoint, read_group
-from jaxspec.checkpoint.manifest import MANIFEST, TensorRecord
+from jaxspec.checkpoint.manifest import DRAFT_VOCAB, MANIFEST, TensorRecord
 from jaxspec.checkpoint.packed import ENDS, WEIGHTS
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
 from jaxspec.staging import StagedFolder
 
 DTYPES: Final = ("keep", "float32", "bfloat16")
-# Files beside the weights that go along.
-ALONG: Final = ("draft_vocab.json",)
 
 
 class Packed(NamedTuple):
@@ -37,7 +35,8 @@ def pack(
     """Writes ``dst``, complete or not at all. Raises UserError.
 
     ``beside``: a converted target whose embeddings and LM head the model has, value for value; they are left out, and
-    the engine takes the target's. A draft without its tokenizer is bound to the target by the tokenizer's fingerprint.
+    the engine takes the target's. Such a draft goes without its tokenizer, by whose fingerprint it is bound to the
+    target.
     """
     src, dst = Path(src), Path(dst)
     checkpoint = open_any(src)
@@ -48,6 +47,8 @@ def pack(
     shared = checkpoint.manifest.shared
     if beside is not None:
         shared = _shared(checkpoint.config, stored, Path(beside))
+    # A draft that needs its target needs no tokenizer of its own.
+    tokenizer_dir = None if shared else checkpoint.tokenizer_dir
     arrays = {name: _cast(stored[name], dtype) for name in checkpoint.specs if name not in shared}
     dtypes = {array.dtype.name for array in arrays.values() if array.dtype != np.int32}
     manifest = dataclasses.replace(
@@ -55,7 +56,7 @@ def pack(
         dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
         parameter_count=sum(array.size for array in arrays.values()),
         tensors={name: TensorRecord.of(array) for name, array in arrays.items()},
-        tokenizer_size=None,
+        tokenizer_size=None if tokenizer_dir is None else checkpoint.manifest.tokenizer_size,
         layout=None,
         quantization_errors={},
         shared=shared,
@@ -66,9 +67,10 @@ def pack(
         directory = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         write_safetensors(stage.path / WEIGHTS, directory, arrays.__getitem__, {})
         stage.write_text("config.json", json.dumps(checkpoint.config.to_json(), indent=2) + "\n")
-        for name in ALONG:
-            if (src / name).is_file():
-                stage.write_text(name, (src / name).read_text(encoding="utf-8"))
+        if (src / DRAFT_VOCAB).is_file():
+            stage.write_text(DRAFT_VOCAB, (src / DRAFT_VOCAB).read_text(encoding="utf-8"))
+        if tokenizer_dir is not None:
+            stage.copy_files(tokenizer_dir, "tokenizer")
         stage.write_text(MANIFEST, json.dumps(manifest.to_json(), indent=1) + "\n")
         stage.publish()
     finally:

@@ -110,26 +110,13 @@ def run_generate(args: argparse.Namespace) -> None:
         sys.stderr.write(f"{PROG} generate: {note}\n")
 
     from jaxspec.checkpoint import open_checkpoint
-    from jaxspec.engine.engine import Engine
 
     max_len = args.max_len
     if max_len is None:
         quarters = 1 if args.deterministic else 4
         checkpoint = open_checkpoint(args.target)
         max_len = context_for(checkpoint, prompt, sampling.max_tokens, speculation, quarters)
-    engine = Engine.load(
-        args.target,
-        draft=speculation.model,
-        speculation=speculation,
-        mesh=args.mesh,
-        dtype=args.dtype,
-        max_slots=1,
-        max_len=max_len,
-        max_queue=0,
-        deterministic=args.deterministic,
-        compilation_cache=args.compilation_cache,
-    )
-    with engine:
+    with options.load_engine(args, speculation, max_slots=1, max_queue=0, max_len=max_len) as engine:
         engine.warmup(windows=1)  # before the clock starts, so that the timing is the model's
         chunks = engine.generate(prompt, sampling)
         if args.json:

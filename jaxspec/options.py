@@ -10,7 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxspec.engine.params import (
     DRAFT_SAMPLE_METHODS,
@@ -23,6 +23,9 @@ from jaxspec.engine.params import (
     SpeculationParams,
 )
 from jaxspec.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxspec.engine.engine import Engine
 
 EXIT_OK, EXIT_FAULT, EXIT_USER = 0, 1, 2
 DTYPES = ("float32", "bfloat16")
@@ -289,6 +292,27 @@ def unused_note(config: SpeculationConfig) -> str | None:
     if config.model is not None and not takes_model:
         return f"--draft {config.model}: ignored, method {config.method} uses no draft model"
     return None
+
+
+def load_engine(
+    args: argparse.Namespace, speculation: SpeculationConfig, *, max_slots: int, max_queue: int, max_len: int
+) -> "Engine":
+    """The engine that :func:`add_model_flags` and :func:`add_speculation_flags` describe. UserError as it raises."""
+    # Imported here: whoever asks for help, or waits for a port, does not wait for jax.
+    from jaxspec.engine.engine import Engine
+
+    return Engine.load(
+        args.target,
+        draft=speculation.model,
+        speculation=speculation,
+        mesh=args.mesh,
+        dtype=args.dtype,
+        max_slots=max_slots,
+        max_len=max_len,
+        max_queue=max_queue,
+        deterministic=args.deterministic,
+        compilation_cache=args.compilation_cache,
+    )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -162,7 +162,7 @@ def run_method(options: argparse.Namespace, dtype: str, method: str, kept: dict[
     try:
         origin = provenance(engines["default"])
         rehearsed = False
-        tokenizer = engines["default"]._loaded.tokenizer
+        tokenizer = engines["default"].tokenizer
         if tokenizer is None:
             raise SystemExit(f"{options.model}: expected a checkpoint with a tokenizer")
         for group in groups(options.questions, options.limit):

@@ -58,20 +58,9 @@ def serve(args: argparse.Namespace) -> None:
     log.set_up()
 
     def load() -> "Engine":
-        # Imported here, so that the port answers health while jax is still being imported.
-        from jaxspec import Engine
-
-        return Engine.load(
-            args.target,
-            draft=speculation.model,
-            speculation=speculation,
-            mesh=args.mesh,
-            dtype=args.dtype,
-            max_slots=args.max_slots,
-            max_len=args.max_len,
-            max_queue=args.max_queue,
-            deterministic=args.deterministic,
-            compilation_cache=args.compilation_cache,
+        # It imports jax; until then the port answers health.
+        return options.load_engine(
+            args, speculation, max_slots=args.max_slots, max_queue=args.max_queue, max_len=args.max_len
         )
 
     asyncio.run(run(server_options, load))

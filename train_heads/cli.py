@@ -179,7 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate_data(args: argparse.Namespace) -> None:
     """Answers prompts as the parsed flags say."""
-    from jaxspec import Engine
     from jaxspec.checkpoint import open_checkpoint
     from train_heads import generate
     from train_heads.progress import Progress
@@ -194,22 +193,13 @@ def generate_data(args: argparse.Namespace) -> None:
     config = generate.GenerateConfig.of(
         open_checkpoint(args.target), args.data, sampling, args.greedy_share, seed, args.max_len
     )
-    out = generate.Answers(Path(args.out), config)
-    with Engine.load(
-        args.target,
-        draft=speculation.model,
-        speculation=speculation,
-        mesh=args.mesh,
-        dtype=args.dtype,
-        max_slots=args.max_slots,
-        max_len=args.max_len,
-        max_queue=4 * args.max_slots,
-        deterministic=args.deterministic,
-        compilation_cache=args.compilation_cache,
-    ) as engine:
+    generate.check_settings(Path(args.out), config)  # before a model is loaded
+    slots = args.max_slots
+    with options.load_engine(args, speculation, max_slots=slots, max_queue=4 * slots, max_len=args.max_len) as engine:
+        asks = generate.plan(engine, args.data, sampling, args.greedy_share, seed)[: args.limit]
+        out = generate.Answers(Path(args.out), config)  # after all that can be refused
         try:
-            asks = generate.plan(engine, args.data, sampling, args.greedy_share, seed)[: args.limit]
-            counts = generate.generate(engine, asks, out, args.max_slots, Progress())
+            counts = generate.generate(engine, asks, out, slots, Progress())
         finally:
             out.close()
     sys.stdout.write(f"{args.out}: {', '.join(f'{name} {count}' for name, count in counts.items())}\n")

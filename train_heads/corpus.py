@@ -7,7 +7,6 @@ memory-mapped, so memory holds an index of the documents and the rows of a step,
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ import numpy as np
 from jaxspec.errors import UserError
 from jaxspec.staging import StagedFolder
 from jaxspec.text import Tokenizer
-from train_heads.documents import Line, document_of, read_lines
+from train_heads.documents import Line, document_of, file_sha256, read_lines
 from train_heads.packing import Document, Rows, pack, plan, stack
 
 META: Final = "corpus.json"
@@ -64,18 +63,21 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path, data: str | Path, tokenizer: Tokenizer | None, vocab: int, row: int) -> "Corpus":
-        """Builds the corpus unless ``folder`` has it. UserError names the line that is no document."""
+        """Builds the corpus unless ``folder`` has it. UserError names the line that is no document, or says that the
+        folder has another corpus."""
         key = {
-            "data_sha256": _digest(Path(data)),
+            "data_sha256": file_sha256(data),
             "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
             "vocab": vocab,
             "row": row,
         }
         if (folder / META).is_file():
             found = cls(folder)
-            if all(getattr(found.built, name) == value for name, value in key.items()):
-                return found
-            shutil.rmtree(folder)
+            other = [name for name, value in key.items() if getattr(found.built, name) != value]
+            if other:
+                # Not built anew: checkpoints and features beside it are of these very rows.
+                raise UserError(f"{folder}: was built from another {', '.join(other)}; give another --out")
+            return found
         stage = StagedFolder(folder)
         stage.create()
         try:
@@ -119,14 +121,6 @@ def _fitted(document: Document, line: Line) -> Document:
     if not len(document.ids_T):
         raise UserError(f"{line.where}: expected at least one token, got none")
     return document
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 @dataclasses.dataclass(frozen=True)

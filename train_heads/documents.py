@@ -12,6 +12,7 @@ carried along unread.
 """
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,15 @@ def read_lines(path: str | Path) -> Iterator[Line]:
                     yield Line(f"{path}:{number}", _object(raw, f"{path}:{number}"))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
+
+
+def file_sha256(path: str | Path) -> str:
+    """Of the bytes of a data file. UserError when it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _object(raw: bytes, where: str) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """From trained parameters to a folder that the engine loads: heads, or a draft model."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -10,7 +11,6 @@ import numpy as np
 
 from jaxspec.checkpoint import CheckpointWriter, Manifest
 from jaxspec.checkpoint.manifest import FORMAT_VERSION, group_and_leaf, grouped
-from jaxspec.engine.draft_vocab import DRAFT_VOCAB
 from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.params import ParamSpec, param_specs
 from train_heads.draft import DraftObjective
@@ -56,9 +56,9 @@ def export(job: Job, trained: Params, fixed: Params, dst: Path, dtype: str) -> P
     with CheckpointWriter(dst, force=dst.exists()) as writer:
         for group, names in grouped(list(specs)).items():
             writer.write_group(group, {group_and_leaf(name)[1]: stored[name] for name in names})
-        writer.finish(config, specs, _manifest(job, specs, stored, writer), tokenizer_dir)
-    if not objective.words.whole and not isinstance(objective, Eagle3Objective):
-        (dst / DRAFT_VOCAB).write_text(_word_list(job))
+        listed = not objective.words.whole and not isinstance(objective, Eagle3Objective)
+        manifest = _manifest(job, specs, stored, writer)
+        writer.finish(config, specs, manifest, tokenizer_dir, _word_list(job) if listed else None)
     return dst
 
 
@@ -72,7 +72,7 @@ def _word_list(job: Job) -> str:
     """JSON, the most frequent first."""
     ids = np.array(job.objective.words.ids)
     order = ids[np.argsort(-job.corpus.counts_V[ids], kind="stable")]
-    return f"{order.tolist()}\n"
+    return json.dumps(order.tolist()) + "\n"
 
 
 def _manifest(

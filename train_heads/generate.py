@@ -20,7 +20,7 @@ import numpy as np
 from jaxspec import Completion, Engine, Prompt, SamplingParams, SpeculationParams
 from jaxspec.checkpoint import Checkpoint
 from jaxspec.errors import InvalidRequest, UserError
-from train_heads.documents import prompt_of, read_lines
+from train_heads.documents import file_sha256, prompt_of, read_lines
 from train_heads.progress import Progress
 
 
@@ -46,29 +46,33 @@ class GenerateConfig:
         max_len: int,
     ) -> "GenerateConfig":
         """UserError when the prompts cannot be read."""
-        try:
-            with Path(data).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"{data}: cannot be read ({error.strerror})") from None
         tensors = sorted((name, record.sha256) for name, record in checkpoint.manifest.tensors.items())
         target = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
-        return cls(target, digest, dataclasses.asdict(sampling), greedy_share, seed, max_len)
+        return cls(target, file_sha256(data), dataclasses.asdict(sampling), greedy_share, seed, max_len)
+
+    def text(self) -> str:
+        """As it is kept beside the answers."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+
+def check_settings(path: Path, config: GenerateConfig) -> None:
+    """UserError when ``path`` has answers that were made otherwise."""
+    settings = _settings(path)
+    if path.exists() and path.stat().st_size and (not settings.exists() or settings.read_text() != config.text()):
+        raise UserError(f"{path}: exists and was made otherwise (see {settings.name}); move it away")
+
+
+def _settings(path: Path) -> Path:
+    return path.with_name(path.name + ".run.json")
 
 
 class Answers:
     """The file that answers are appended to, line by line; ``done`` lines are there already."""
 
     def __init__(self, path: Path, config: GenerateConfig) -> None:
-        self._path, self._settings = path, path.with_name(path.name + ".run.json")
+        check_settings(path, config)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dataclasses.asdict(config), indent=1, sort_keys=True)
-        if path.exists():
-            before = self._settings.read_text() if self._settings.exists() else "nothing"
-            if before != text:
-                raise UserError(f"{path}: exists and was made otherwise (see {self._settings.name}); move it away")
-        else:
-            self._settings.write_text(text)
+        _settings(path).write_text(config.text())
         self._file: BinaryIO = path.open("a+b")
         self.done = self._mend()
 

@@ -17,7 +17,9 @@ class Log:
 
         self._path = folder / LOG
         kept = [line for line in read(self._path) if line["step"] <= step]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        part = self._path.with_suffix(".partial")
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        part.replace(self._path)  # a kill leaves the old log or the new one
         self._file = self._path.open("a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=1000, flush_secs=30)
 

@@ -15,6 +15,8 @@ from jaxspec.model.params import ParamSpec
 
 FORMAT_VERSION: Final = 2
 MANIFEST: Final = "manifest.json"
+# Beside a draft or heads, where there is one: the ids that they may say, most frequent first.
+DRAFT_VOCAB: Final = "draft_vocab.json"
 STORED_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, Self
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, contradictions, group_and_leaf
+from jaxspec.checkpoint.manifest import DRAFT_VOCAB, MANIFEST, Manifest, TensorRecord, contradictions, group_and_leaf
 from jaxspec.checkpoint.orbax import save_item
 from jaxspec.checkpoint.restore import stored_problems
 from jaxspec.errors import UserError
@@ -84,15 +84,22 @@ class CheckpointWriter:
             self._record(group, tensors, notes or {})
 
     def finish(
-        self, config: Config, specs: Mapping[str, ParamSpec], manifest: Manifest, tokenizer_dir: Path | None
+        self,
+        config: Config,
+        specs: Mapping[str, ParamSpec],
+        manifest: Manifest,
+        tokenizer_dir: Path | None,
+        draft_vocab: str | None = None,
     ) -> None:
-        """Adds the remaining files and moves the folder into place."""
+        """Adds the remaining files and moves the folder into place. ``draft_vocab``: the text of DRAFT_VOCAB."""
         if problems := contradictions(specs, manifest.tensors):
             raise ValueError(f"checkpoint is not complete: {'; '.join(problems)}")
         if tokenizer_dir is not None:
             shutil.rmtree(self._stage.path / "tokenizer", ignore_errors=True)  # of the run before
             self._stage.copy_files(tokenizer_dir, "tokenizer")
         self._stage.write_text("config.json", json.dumps(config.to_json(), indent=2) + "\n")
+        if draft_vocab is not None:
+            self._stage.write_text(DRAFT_VOCAB, draft_vocab)
         (self._stage.path / _JOURNAL).unlink(missing_ok=True)
         self._stage.write_text(MANIFEST, json.dumps(manifest.to_json(), indent=1) + "\n")
         self._stage.publish()

@@ -10,12 +10,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.manifest import DRAFT_VOCAB
 from jaxspec.engine.params import DRAFT_VOCAB_MIN
 from jaxspec.errors import UserError
 from jaxspec.model.heads.config import HeadsConfig
@@ -23,8 +23,6 @@ from jaxspec.model.llama import ModelDef, define
 from jaxspec.model.params import param_specs
 from jaxspec.speculate.drafters.linear import TRIMMED_HEAD, TRIMMED_PLACE, LinearDrafter
 from jaxspec.speculate.state import STOP_IDS
-
-DRAFT_VOCAB: Final = "draft_vocab.json"
 
 assert DRAFT_VOCAB_MIN > STOP_IDS
 

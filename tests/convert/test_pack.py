@@ -44,6 +44,9 @@ def test_a_draft_beside_its_target(draft, tmp_path, capsys):
     assert main(["pack", str(draft), str(dst)]) == 2
     assert main(["pack", str(draft), str(dst), "--dtype", "bfloat16", "--force"]) == 0
     assert whole(dst)["embed"].dtype == ml_dtypes.bfloat16
+    # By itself it is a model, with its tokenizer.
+    assert open_checkpoint(dst).manifest.tokenizer_size == open_checkpoint(draft).manifest.tokenizer_size
+    assert (dst / "tokenizer").is_dir() == (draft / "tokenizer").is_dir()
 
 
 def test_heads(shared, tmp_path):

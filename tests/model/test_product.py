@@ -70,3 +70,19 @@ def test_weights_are_not_moved_before_the_product(in_shape, out_shape) -> None:
     ops = {op for dims, op in found if math.prod(map(int, dims.split(","))) == math.prod(weight.shape)}
     assert "parameter" in ops
     assert ops <= {"parameter", "bitcast"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_the_product(dtype):
+    """In the operands' dtype: float32 to the last digits, bfloat16 to its own step against the float64 truth."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x_BTI = jax.random.normal(keys[0], (2, 3, 7)).astype(dtype)
+    weight_OI = jax.random.normal(keys[1], (5, 7)).astype(dtype)
+    pull_BTO = jax.random.normal(keys[2], (2, 3, 5))
+    _, back = jax.vjp(lambda x, weight: product(x, weight, 1), x_BTI, weight_OI)
+    to_x, to_weight = back(pull_BTO)
+    assert (to_x.dtype, to_weight.dtype) == (x_BTI.dtype, weight_OI.dtype)
+    x, weight, pull = (np.asarray(array, np.float64) for array in (x_BTI, weight_OI, pull_BTO))
+    tolerance = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    np.testing.assert_allclose(np.asarray(to_x, np.float64), pull @ weight, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(to_weight, np.float64), np.einsum("bto,bti->oi", pull, x), atol=tolerance)

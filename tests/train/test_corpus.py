@@ -42,13 +42,15 @@ def test_documents_are_those_of_the_file(corpus, data, tmp_path):
     assert built.tokens == sum(min(length, ROW) for length in LENGTHS)
     expected = np.bincount([i for length in LENGTHS for i in range(1, min(length, ROW))], minlength=64)
     np.testing.assert_array_equal(corpus.counts_V, expected)
-    # The same data opens what was built; other data builds anew.
+    # The same data opens what was built; a folder belongs to its data, for its features and checkpoints do.
     before = (corpus.folder / corpora.META).stat().st_mtime_ns
     assert Corpus.open(corpus.folder, data, None, 64, ROW).built == built
     assert (corpus.folder / corpora.META).stat().st_mtime_ns == before
     with data.open("a") as file:
         file.write('{"prompt_ids": [1], "answer_ids": [2]}\n')
-    assert len(Corpus.open(corpus.folder, data, None, 64, ROW)) == len(LENGTHS) + 1
+    with pytest.raises(UserError, match="was built from another data_sha256; give another --out"):
+        Corpus.open(corpus.folder, data, None, 64, ROW)
+    assert len(Corpus.open(tmp_path / "more", data, None, 64, ROW)) == len(LENGTHS) + 1
     data.write_text('{"prompt_ids": [1], "answer_ids": []}\n')
     with pytest.raises(UserError, match="at least one document with an answer"):
         Corpus.open(tmp_path / "other", data, None, 64, ROW)

@@ -98,6 +98,7 @@ def test_a_killed_run_writes_the_same_file(target_dir, prompts, tmp_path):
 )
 def test_what_is_refused(target_dir, prompts, tmp_path, capsys, more, words):
     assert main(flags(target_dir, prompts, tmp_path / "out" / "answers.jsonl", *more)) == 2
+    assert not (tmp_path / "out").exists(), "nothing half-written stays"
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1

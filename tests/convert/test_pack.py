@@ -65,8 +65,12 @@ def test_heads(shared, tmp_path):
 
 
 def test_what_is_refused(draft, tiny_models, shared, tmp_path):
-    with pytest.raises(UserError, match="expected a target with the draft's embeddings or LM head"):
-        pack(tiny_models("tiny-draft"), tmp_path / "a", beside=draft)
+    # One of another width, and one of the very same shapes with other weights.
+    same_shape = tiny_models("tiny-llama3")
+    assert open_checkpoint(same_shape).specs["embed"].shape == open_checkpoint(draft).specs["embed"].shape
+    for other in (tiny_models("tiny-draft"), same_shape):
+        with pytest.raises(UserError, match="expected a target with the draft's embeddings or LM head"):
+            pack(other, tmp_path / "a", beside=draft)
     heads = tmp_path / "heads"
     convert_heads(shared / "fixtures" / "eagle3", heads)
     with pytest.raises(UserError, match="expected a draft model, got heads"):

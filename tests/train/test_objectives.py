@@ -17,7 +17,7 @@ from train_heads.eagle import Eagle3Objective, EagleObjective, _unroll
 from train_heads.medusa import MedusaObjective
 from train_heads.objective import look
 from train_heads.packing import Rows
-from train_heads.step import make_step, optimizer, start
+from train_heads.step import make_look, make_measure, make_step, optimizer, start
 from train_heads.words import Words
 
 STEPS = 3
@@ -95,6 +95,23 @@ def test_parts_and_a_step_without_numbers(target, rows):
     state, taken = step(state, fixed, broken, cut(rows, 4))
     assert not bool(taken.finite)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+
+
+def test_noise_is_drawn_anew_in_every_step(target, rows):
+    """EAGLE-1's features are moved in training alone: parameters that stay give another loss each time."""
+    model, params = target
+    made, optim = objective("eagle", model), OptimConfig(learning_rate=0.0, steps=3, warmup=0)
+    trained, fixed = made.init(params, 0)
+    state = start(optimizer(optim), trained, model.sharding)
+    step = make_step(made, optim, model.sharding, 0, state)
+    losses = []
+    for _ in range(3):
+        state, taken = step(state, fixed, params, cut(rows, 1))
+        losses.append(float(taken.loss))
+    assert len(set(losses)) == 3
+    measure, features = make_measure(made), make_look(made)(params, rows)
+    quiet = [float(measure(trained, fixed, params, rows, features).loss.mean()) for _ in range(2)]
+    assert quiet[0] == quiet[1]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -65,7 +66,7 @@ def _add_flags(group: "argparse._ArgumentGroup", record: Any, seed: str = "seed"
         if isinstance(field.default, bool):
             flag["action"] = argparse.BooleanOptionalAction
         else:
-            flag["type"] = int if field.default is None else type(field.default)
+            flag["type"] = typing.get_args(field.type)[0] if field.default is None else type(field.default)
             flag["metavar"] = {int: "N", float: "X"}.get(flag["type"], "TEXT")
         group.add_argument(f"--{name.replace('_', '-')}", **flag)
 

@@ -95,6 +95,7 @@ class RunConfig:
     mesh: str = _option("auto", "auto, a device count, or data=4,model=1")
     dtype: str = _option("float32", "of the computation, float32 or bfloat16; masters are float32")
     seed: int = _option(0, "of the parameters and of noise")
+    start_from: str | None = _option(None, "heads of an earlier run to start from; they keep the ids that they learnt")
     save_every: int = _option(100, "steps between checkpoints")
     evaluate_every: int = _option(100, "steps between evaluations on what is held out")
     keep: int = _option(2, "checkpoints kept besides the best")

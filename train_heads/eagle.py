@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxspec.model.cache import Tree
+from jaxspec.model.columns import Columns
 from jaxspec.model.heads.config import EagleConfig, resolved_aux_layers
 from jaxspec.model.heads.definition import HeadsDef, random_heads
 from jaxspec.model.heads.params import INDEX_LEAVES
@@ -91,8 +91,8 @@ class Eagle3Objective:
         return resolved_aux_layers(self.config, self.target.config.num_layers)
 
     def init(self, target: Mapping[str, jax.Array], seed: int) -> tuple[Params, Params]:
-        """The LM head begins as the target's rows of its vocabulary, the rest at random."""
-        params = random_heads(self.heads, seed)
+        """What the target can lend: its last layer over the highest level, and the rows of its LM head."""
+        params = {**random_heads(self.heads, seed), **_lent(target, self.target, self.config)}
         shardings = self.heads.shardings()
         if not self.words.whole:
             params["target_ids"] = jnp.asarray(self.words.ids, jnp.int32)
@@ -123,6 +123,21 @@ class Eagle3Objective:
         return measured_levels(levels, shares, "law", teacher, self.words, rows, features)
 
 
+def _lent(target: Mapping[str, jax.Array], model: ModelDef, config: EagleConfig) -> Params:
+    """Where an EAGLE-3 head begins: ``fc`` passes on the highest level alone. The target's last layer reads it, beside
+    the next token as the first layer reads that.
+
+    The head says at once what the target says, a token late, and learns from there (docs/decisions/head-training.md).
+    """
+    first, last = "layers.0.", f"layers.{model.config.num_layers - 1}."
+    D = config.hidden_size
+    fc = jnp.zeros((D, config.features_size), jnp.float32).at[:, -D:].set(jnp.eye(D))
+    qkv = jnp.concatenate([target[first + "qkv"], target[last + "qkv"]], axis=-1)
+    lent = {leaf: target[last + leaf] for leaf in ("o", "mlp_norm", "gate_up", "down")}
+    lent |= {"qkv": qkv, "embed_norm": target[first + "attn_norm"], "hidden_norm": target[last + "attn_norm"]}
+    return {"fc": fc, "norm": target["final_norm"], **{f"layers.0.{leaf}": value for leaf, value in lent.items()}}
+
+
 def _masters(params: Mapping[str, jax.Array]) -> Params:
     return {name: value.astype(jnp.float32) for name, value in params.items() if name not in INDEX_LEAVES}
 
@@ -134,21 +149,14 @@ def _unroll(
 
     Pass k stands for drafting token t + 2 + k after serving took in the rows up to t: its row t has position t + k,
     joins the output of pass k - 1 with token t + 1 + k, and sees the target's rows up to t and the drafted ones of its
-    own t. All passes share one cache, as the levels of a tree do.
+    own t.
     """
     tokens_BT, positions_BT, segments_BT = (jnp.asarray(array) for array in rows[:3])
-    count, T = tokens_BT.shape
-    cache = heads.empty_cache(count, steps * T).layers[0]
-    own_BTT = jnp.broadcast_to(jnp.eye(T, dtype=bool)[None], (count, T, T))
-    above_BTU = packed_tree(segments_BT).ancestors_BTU
-    padding_BT = positions_BT >= T
-    base_B = jnp.zeros((count,), jnp.int32)
+    cache = heads.empty_cache(tokens_BT.shape[0], 0).layers[0]
+    columns = Columns(packed_tree(segments_BT).ancestors_BTU)
     outputs = []
     for step in range(steps):
-        if step:
-            above_BTU = jnp.concatenate([above_BTU, own_BTT], axis=2)
-        at_BT = jnp.where(padding_BT, steps * T, positions_BT + step)
-        tree = Tree(base_B, jnp.int32(step * T), above_BTU)
-        features_BTX, cache = head(ahead(tokens_BT, 1 + step), features_BTX, at_BT, cache, tables, tree)  # pyright: ignore[reportCallIssue]
+        next_BT = ahead(tokens_BT, 1 + step)
+        features_BTX, cache = head(next_BT, features_BTX, positions_BT + step, cache, tables, columns)  # pyright: ignore[reportCallIssue]
         outputs.append(features_BTX)
     return outputs

@@ -16,6 +16,7 @@ from jaxspec.model.heads.definition import define_heads
 from jaxspec.model.llama import ModelDef, define
 from jaxspec.sharding import make_sharding
 from jaxspec.text import Tokenizer
+from train_heads.begun import words_of
 from train_heads.config import DraftOptions, Eagle3Options, EagleOptions, MedusaOptions, RunConfig
 from train_heads.corpus import Corpus, RowSource, row_source, split
 from train_heads.draft import DraftObjective
@@ -69,7 +70,10 @@ def make_job(config: RunConfig) -> Job:
     cache_dtype = jnp.dtype("float32") if jax.default_backend() == "cpu" else dtype
     model = define(checkpoint.config, sharding, dtype, cache_dtype)
     eos = set(checkpoint.config.eos_token_ids) | set(() if tokenizer is None else tokenizer.eos_ids)
-    words = Words.most_frequent(corpus.counts_V, config.options.draft_vocab_size, eos)
+    if config.start_from is None:
+        words = Words.most_frequent(corpus.counts_V, config.options.draft_vocab_size, eos)
+    else:
+        words = words_of(config, vocab)
     objective = _objective(config, model, words)
     target = restore_params(checkpoint, model.shardings(), dtype)
     return Job(config, checkpoint, tokenizer, target, objective, trained_on, held_out, out, corpus)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec.errors import EngineFault, UserError
 from train_heads import corpus, logs
+from train_heads.begun import started
 from train_heads.checkpoints import Checkpoints
 from train_heads.config import RunConfig
 from train_heads.corpus import Batch
@@ -74,7 +75,7 @@ class Run:
         self.job, self.folder, self.progress = job, folder, progress
         config, objective = job.config, job.objective
         sharding = objective.target.sharding
-        trained, self.fixed = objective.init(job.target, config.seed)
+        trained, self.fixed = started(config, objective, job.target)
         self.state = start(optimizer(config.optim), trained, sharding)
         self.checkpoints = Checkpoints(folder, config.keep)
         latest = self.checkpoints.latest

@@ -44,9 +44,10 @@ def soft_cross_entropy(logits_BTV: jax.Array, teacher_BTV: jax.Array) -> jax.Arr
 
     A teacher's -inf is a token that p cannot say.
     """
-    log_q_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32), axis=-1)
+    logits_BTV = logits_BTV.astype(jnp.float32)
     p_BTV = jax.nn.softmax(teacher_BTV.astype(jnp.float32), axis=-1)
-    return -jnp.sum(p_BTV * jnp.where(p_BTV > 0, log_q_BTV, 0), axis=-1)
+    # p sums to 1, so that q's own logarithms, a pass over the vocabulary more, need not exist.
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - jnp.sum(p_BTV * jnp.where(p_BTV > 0, logits_BTV, 0), axis=-1)
 
 
 def divergence(logits_BTV: jax.Array, teacher_BTV: jax.Array) -> jax.Array:
@@ -61,7 +62,7 @@ def smooth_l1(values_BTD: jax.Array, wanted_BTD: jax.Array) -> jax.Array:
     return jnp.mean(jnp.where(gap_BTD < 1, 0.5 * gap_BTD**2, gap_BTD - 0.5), axis=-1)
 
 
-def hits(logits_BTV: jax.Array, ids_BT: jax.Array, rank: int) -> jax.Array:
-    """Whether each id is among the ``rank`` likeliest, bool [B, T]. Exact ties count for it."""
+def likelier(logits_BTV: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    """How many ids are likelier than each one given, int32 [B, T]. Exact ties are not."""
     chosen_BT1 = jnp.take_along_axis(logits_BTV, ids_BT[:, :, None], axis=-1)
-    return jnp.sum(logits_BTV > chosen_BT1, axis=-1) < rank
+    return jnp.sum(logits_BTV > chosen_BT1, axis=-1, dtype=jnp.int32)

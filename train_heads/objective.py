@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.model.cache import empty_cache
 from jaxspec.model.llama import ModelDef, Output
-from train_heads.losses import Summed, cross_entropy, divergence, hits, soft_cross_entropy, summed
+from train_heads.losses import Summed, cross_entropy, divergence, likelier, soft_cross_entropy, summed
 from train_heads.packing import Rows, ahead, packed_tree, served
 from train_heads.words import WordLogits, Words
 
@@ -103,41 +103,37 @@ def measured_levels(
     """The sum of all levels' losses, each counting its share; hits among the likeliest are shown.
 
     A place is learnt where serving would draft it, if the token said there is a word; if not, it counts as a miss.
+    All levels that guess the token after token s are judged together, so that the teacher speaks once for each.
     """
-    tokens_BT = jnp.asarray(rows.tokens_BT)
-    total, weight = jnp.float32(0), jnp.float32(0)
-    shown: dict[str, Summed] = {}
-    for level, share in zip(levels, shares, strict=True):
+    said_BT = words.place(ahead(jnp.asarray(rows.tokens_BT), 1))
+    asked = tuple(behind(served(rows, level.place), level.place - 1) for level in levels)
+    hidden = tuple(behind(level.hidden_BTD, level.place - 1) for level in levels)
 
-        def judge(
-            hidden_BCD: jax.Array,
-            next_BCD: jax.Array,
-            words_BC: jax.Array,
-            served_BC: jax.Array,
-            level: Level = level,
-        ) -> dict[str, Summed]:
-            logits_BCN, teacher_BCN = level.logits(hidden_BCD), teacher(next_BCD)
-            known_BC = words_BC < words.size
-            said_BC = jnp.where(known_BC, words_BC, 0)
+    def judge(hidden: Sequence[jax.Array], given: Any) -> tuple[jax.Array, Any]:
+        next_BCD, said_BC, asked = given
+        teacher_BCN = teacher(next_BCD)
+        best_BC = jnp.argmax(teacher_BCN, axis=-1)
+        known_BC = said_BC < words.size
+        total, shown = jnp.float32(0), {}
+        for level, share, hidden_BCD, asked_BC in zip(levels, shares, hidden, asked, strict=True):
+            logits_BCN = level.logits(hidden_BCD)
             match learns:
                 case "token":
-                    loss_BC = cross_entropy(logits_BCN, said_BC)
+                    loss_BC = cross_entropy(logits_BCN, jnp.where(known_BC, said_BC, 0))
                 case "law":
                     loss_BC = soft_cross_entropy(logits_BCN, teacher_BCN)
                 case "divergence":
                     loss_BC = divergence(logits_BCN, teacher_BCN)
-            best_BC = jnp.argmax(teacher_BCN, axis=-1)
-            tops = {f"top{k}": summed(hits(logits_BCN, best_BC, k) & known_BC, served_BC) for k in RANKS}
-            return {"loss": summed(loss_BC, served_BC & known_BC), **tops}
+            loss = summed(loss_BC, asked_BC & known_BC)
+            rank_BC = likelier(logits_BCN, best_BC)
+            tops = {f"{level.name}/top{k}": summed((rank_BC < k) & known_BC, asked_BC) for k in RANKS}
+            shown |= {f"{level.name}/loss": loss, **tops}
+            total += share * loss.total
+        return total, shown
 
-        said_BT = words.place(ahead(tokens_BT, level.place))
-        next_BTD = rows_ahead(features.hidden_BTD, level.place - 1)
-        sums = over_chunks(judge, level.hidden_BTD, next_BTD, said_BT, served(rows, level.place))
-        shown |= {f"{level.name}/{name}": value for name, value in sums.items()}
-        total += share * sums["loss"].total
-        # The first level's tokens weigh a batch: a share then means the same whatever the number of levels.
-        weight = sums["loss"].weight if level is levels[0] else weight
-    return Measured(Summed(total, weight), shown)
+    total, shown = over_chunks(judge, hidden, (features.hidden_BTD, said_BT, asked))
+    # The first level's tokens weigh a batch: a share then means the same whatever the number of levels.
+    return Measured(Summed(total, shown[f"{levels[0].name}/loss"].weight), shown)
 
 
 def guesses(levels: Sequence[Level], words: Words) -> jax.Array:
@@ -166,26 +162,58 @@ def rows_ahead(values_BTD: jax.Array, places: int) -> jax.Array:
     return jnp.pad(values_BTD, ((0, 0), (0, places), (0, 0)))[:, places:]
 
 
-def over_chunks(function: Callable[..., Any], *arrays_BT: jax.Array) -> Any:
-    """The sum of ``function`` over chunks of tokens of arrays [B, T, ..]; it returns a tree of sums.
+def behind(values_BT: jax.Array, places: int) -> jax.Array:
+    """Each row's values ``places`` tokens later, [B, T, ..]; zeros at its start."""
+    padding = ((0, 0), (places, 0)) + ((0, 0),) * (values_BT.ndim - 2)
+    return jnp.pad(values_BT, padding)[:, : values_BT.shape[1]]
 
-    Logits over the vocabulary exist for one chunk at a time, in the backward pass, too.
+
+def over_chunks(function: Callable[[Any, Any], tuple[jax.Array, Any]], learnt: Any, given: Any) -> tuple[Any, Any]:
+    """The sums of ``function`` over chunks of tokens of trees of arrays [B, T, ..]: a scalar, and sums to be shown.
+
+    The scalar alone has gradients: in ``learnt``, and in whatever ``function`` holds on to. They are taken chunk by
+    chunk on the way forward, so that logits over the vocabulary exist once, for one chunk.
     """
-    T = arrays_BT[0].shape[1]
+    T = jax.tree.leaves(learnt)[0].shape[1]
     size = min(CHUNK, T)
     if T % size:
         raise ValueError(f"expected rows of a multiple of {size} tokens, got {T}")
 
     def split(array: jax.Array) -> jax.Array:
-        parts = array.reshape(array.shape[0], T // size, size, *array.shape[2:])
-        return jnp.moveaxis(parts, 1, 0)
+        return jnp.moveaxis(array.reshape(array.shape[0], T // size, size, *array.shape[2:]), 1, 0)
 
-    parts = tuple(split(array) for array in arrays_BT)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: function(*(part[0] for part in parts)))
-    )
+    learnt_parts, given_parts = jax.tree.map(split, (learnt, given))
+    first = jax.tree.map(lambda parts: parts[0], (learnt_parts, given_parts))
+    of_chunk, held = jax.closure_convert(function, *first)
 
-    def add(total: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, function(*chunk)), None
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
-    return jax.lax.scan(jax.checkpoint(add), zeros, parts)[0]
+    sums = jax.eval_shape(of_chunk, *first, *held)
+
+    @jax.custom_vjp
+    def total(held: Any, learnt: Any, given: Any) -> tuple[jax.Array, Any]:
+        def add(total: Any, chunk: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, of_chunk(*chunk, *held)), None
+
+        return jax.lax.scan(add, zeros(sums), (learnt, given))[0]
+
+    def forward(held: Any, learnt: Any, given: Any) -> tuple[Any, Any]:
+        def add(total: Any, chunk: Any) -> tuple[Any, Any]:
+            def value(held: Any, learnt: Any) -> tuple[jax.Array, Any]:
+                return of_chunk(learnt, chunk[1], *held)
+
+            found, (to_held, to_learnt) = jax.value_and_grad(value, argnums=(0, 1), has_aux=True)(held, chunk[0])
+            return jax.tree.map(jnp.add, total, (found, to_held)), to_learnt
+
+        # Added up in float32, whatever the computation's dtype.
+        to_held = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), held)
+        (found, to_held), to_learnt = jax.lax.scan(add, (zeros(sums), to_held), (learnt, given))
+        return found, (jax.tree.map(lambda x, like: x.astype(like.dtype), to_held, held), to_learnt)
+
+    def backward(saved: Any, weight: Any) -> tuple[Any, Any, None]:
+        to_held, to_learnt = jax.tree.map(lambda x: x * weight[0].astype(x.dtype), saved)
+        return to_held, to_learnt, None
+
+    total.defvjp(forward, backward)
+    return total(held, learnt_parts, given_parts)

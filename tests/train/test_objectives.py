@@ -11,6 +11,7 @@ from jaxspec.model.heads.config import EagleConfig, MedusaConfig
 from jaxspec.model.heads.definition import define_heads
 from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import define
+from jaxspec.model.rope import inverse_frequencies, rotation
 from train_heads.config import OptimConfig
 from train_heads.draft import DraftObjective
 from train_heads.eagle import Eagle3Objective, EagleObjective, _unroll
@@ -73,6 +74,24 @@ def test_the_loss_falls_and_every_parameter_moves(target, rows, kind):
     assert not still
     assert int(state.step) == 12
     assert step._cache_size() == 1, "the second step is another program"
+
+
+def test_an_eagle3_head_begins_with_the_targets_last_layer(target, rows):
+    """A first token, before one that embeds as nothing: what the last layer makes of the highest level."""
+    model, params = target
+    made = objective("eagle3", model)
+    trained, _ = made.init(params, 0)
+    head = made.heads.merge({**trained, "target_ids": jnp.asarray(made.words.ids)})
+    found = make_look(made)(params, rows)
+    high_BTD = found.taps_BTX[..., -model.config.hidden_size :]
+    llama = model.merge({**params, "embed": jnp.zeros_like(params["embed"])})
+    positions_BT = jnp.zeros((len(high_BTD), 1), jnp.int32)
+    cache = made.heads.empty_cache(len(high_BTD), 1).layers[0]
+    tables = tables_of(llama)
+    hidden_B1D, _ = head(positions_BT, found.taps_BTX[:, :1], positions_BT, cache, tables)
+    cos, sin = rotation(inverse_frequencies(model.config), positions_BT)
+    expected, _ = llama.layers[-1](high_BTD[:, :1], cache, positions_BT, None, cos, sin)
+    np.testing.assert_allclose(hidden_B1D, expected, atol=1e-4)
 
 
 def test_parts_and_a_step_without_numbers(target, rows):

@@ -45,6 +45,32 @@ def test_two_steps_and_what_is_served(kind, target_dir, data, tmp_path, capsys):
     assert drafted.summary.speculation.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_starts_from_the_heads_of_another(kind, target_dir, data, tmp_path):
+    """Its parameters and its words, whatever the new data says most; other shapes or another number are refused."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = [] if kind == "eagle3" else ["--draft-vocab-size", "128"]
+    assert main(flags(kind, target_dir, data, first, *words, "--steps", "2", "--serve", "0")) == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt_ids": [1, 2], "answer_ids": [511, 510, 509] * 12}) + "\n" + data.read_text())
+    more = [*words, "--start-from", str(first / "heads")]
+    made = Run(make_job(config(*flags(kind, target_dir, other, second, *more))), second, Progress())
+    try:
+        folder = export(made.job, made.state.trained, made.fixed, tmp_path / "again", "float32")
+    finally:
+        made.close()
+    assert parameters(folder) == parameters(first / "heads")
+    assert made.job.objective.words.size == 128
+    assert 511 not in made.job.objective.words.ids
+    with pytest.raises(UserError, match=r"draft_vocab_size: expected 128, as .* has it, got 64"):
+        make_job(config(*flags(kind, target_dir, other, tmp_path / "third", *more, "--draft-vocab-size", "64")))
+    shape = {"medusa": "--heads", "draft": "--layers"}.get(kind)
+    if shape:
+        wrong = config(*flags(kind, target_dir, other, tmp_path / "fourth", *more, shape, "4"))
+        with pytest.raises(UserError, match=r"start_from: .* expected .*, found "):
+            Run(make_job(wrong), tmp_path / "fourth", Progress())
+
+
 def test_serving_and_training_must_agree(target_dir, data, tmp_path, monkeypatch):
     """I07: a draft of all the target's layers is accepted always, as foreseen; guesses one place off are refused."""
     arguments = flags("draft", target_dir, data, tmp_path, "--serve", "7", "--layers", "8")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.model.cache import LayerCache, Tree
+from jaxspec.model.columns import Columns
 from jaxspec.model.heads.config import EagleConfig
 from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.heads.parts import TargetIds, TargetTables, Vector
@@ -56,7 +57,7 @@ class EagleLayer(nnx.Module):
         residual_BTD: jax.Array,
         cache: LayerCache,
         positions_BT: jax.Array,
-        tree: Tree | None,
+        tree: Tree | Columns | None,
         cos: jax.Array,
         sin: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
@@ -100,7 +101,7 @@ class EagleHead(nnx.Module):
         positions_BT: jax.Array,
         cache: LayerCache,
         target: TargetTables,
-        tree: Tree | None = None,
+        tree: Tree | Columns | None = None,
     ) -> EagleOutput:
         """One pass: the prefill of a prompt, a catch-up or a single step.
 

@@ -6,7 +6,7 @@ MESH ?= auto
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo-model demo test check bench bench-convert bench-identity train-smoke proto
+.PHONY: help setup demo-model demo test check bench bench-convert bench-identity demo-heads train-smoke proto
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ bench-convert: $(STAMP) ## measure a conversion of 4 GB: peak memory, time again
 
 bench-identity: demo-model ## count where speculative greedy text departs from plain (ARGS="--limit 480": all of Spec-Bench)
 	$(BIN)/python -m scripts.bench_identity $(ARGS)
+
+demo-heads: demo-model ## train the heads of assets/ anew (hours; a killed run goes on)
+	$(BIN)/python -m scripts.train_demo_heads $(ARGS)
 
 train-smoke: demo-model ## train every kind of head for a few steps and serve each
 	$(BIN)/python -m scripts.train_smoke

@@ -109,12 +109,12 @@ def _laws(
             engine.warmup()
             if "greedy" in laws:
                 laws.remove("greedy")
-                yield "greedy", _measure(engine, sample, 0.0, options.tokens)
+                yield "greedy", measure(engine, sample, 0.0, options.tokens)
             if law in laws:
-                yield law, _measure(engine, sample, 1.0, options.tokens)
+                yield law, measure(engine, sample, 1.0, options.tokens)
 
 
-def _measure(engine: Engine, sample: Sample, temperature: float, tokens: int) -> dict[str, Any]:
+def measure(engine: Engine, sample: Sample, temperature: float, tokens: int) -> dict[str, Any]:
     drafted = accepted = passes = made = equal = 0
     seconds = {0: 0.0, None: 0.0}
     counted = {0: 0, None: 0}

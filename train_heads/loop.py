@@ -85,37 +85,41 @@ class Run:
         self.log = logs.Log(folder, self.step) if jax.process_index() == 0 else None
         self._take = make_step(objective, config.optim, sharding, config.seed, self.state)
         self._measure, self._look = make_measure(objective), make_look(objective)
-        self._batches = corpus.batches(job.trained_on, config.batches.rows, config.batches.seed)
+        self.batches = corpus.batches(job.trained_on, config.batches.rows, config.batches.seed)
         self._files = _feature_files(job, folder)
         self._tokens, self._seconds = 0, 0.0
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def to_the_end(self) -> Result:
-        """All steps that are left, an evaluation and the export."""
+        """All steps that are left, with evaluations and checkpoints between them, and the export."""
         config = self.job.config
         if self.step == 0:
             self._serve_first()
+        while self.step < config.optim.steps:
+            stops = [self.step + every - self.step % every for every in (config.evaluate_every, config.save_every)]
+            self.advance(min(*stops, config.optim.steps))
+            self._keep(self.step == config.optim.steps)
+        return self._finish()
+
+    def advance(self, until: int) -> None:
+        """Takes the steps up to ``until``. EngineFault names one that gave no number."""
         began = time.monotonic()
         behind: list[tuple[int, Batch, Taken]] = []
-        while self.step < config.optim.steps:
-            batch = cast(Batch, self._batches[self.step])
-            self.state, taken = self._take(self.state, self.fixed, self.job.target, *self._given(batch))
+        while self.step < until:
+            batch = cast(Batch, self.batches[self.step])
+            self.state, taken = self._take(self.state, self.fixed, self.job.target, *self.given(batch))
             self.step += 1
             # Looked at one step late, so that the devices never wait for the host.
             for each in behind:
                 self._report(*each)
             behind = [(self.step, batch, taken)]
-            last = self.step == config.optim.steps
-            if last or self.step % config.evaluate_every == 0 or self.step % config.save_every == 0:
-                self._report(*behind.pop())
-                self._seconds += time.monotonic() - began
-                self._keep(last)
-                began = time.monotonic()
-        return self._finish()
+        for each in behind:
+            self._report(*each)
+        self._seconds += time.monotonic() - began
 
-    def _given(self, batch: Batch) -> tuple[Any, ...]:
-        """Rows [A, B, T] on the mesh, and features where they are kept."""
+    def given(self, batch: Batch) -> tuple[Any, ...]:
+        """What a step is given: rows [A, B, T] on the mesh, and features where they are kept."""
         config = self.job.config
         parts = config.optim.accumulate
         rows = place(self.job, _cut(batch.rows, parts), True)

@@ -19,9 +19,11 @@ from scripts.bench.laws import law_costs
 from scripts.bench.passes import draft_step_overhead, step_overhead
 from scripts.bench.serving import LENGTH, ROOT, SLOTS, first_token, host_share, ready, speed
 from scripts.bench.timing import provenance, table
+from scripts.bench.training import training_share
 from scripts.demo_prompts import DemoPrompt, demo_prompts
+from train_heads.config import KINDS
 
-PARTS = ("ready", "speed", "step", "first_token", "host", "laws", "drafters")
+PARTS = ("ready", "speed", "step", "first_token", "host", "laws", "drafters", "training")
 PROSE = Prompt(text="The morning after the storm, the harbour was quieter than anyone could remember.")
 
 
@@ -49,6 +51,11 @@ def main() -> int:
     if "drafters" in options.only:
         sample = read_sample(options.prompts, options.sample)
         figures["drafters"] = drafter_table(options.model, sample, options, console)
+    if "training" in options.only:
+        figures["training"] = {
+            kind: training_share(options.model, kind, options.dtype, options.repeats) for kind in KINDS
+        }
+        table(console, "Training runs over forward and backward alone", figures["training"], "0.70")
     print(json.dumps(figures))
     return 0
 

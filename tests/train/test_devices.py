@@ -59,8 +59,8 @@ def test_replicas_stay_one(target_dir, data, tmp_path):
     made = Run(make_job(config(*arguments)), tmp_path / "run", Progress())
     try:
         for _ in range(2):
-            batch = made._batches[made.step]
-            made.state, _ = made._take(made.state, made.fixed, made.job.target, *made._given(batch))
+            batch = made.batches[made.step]
+            made.state, _ = made._take(made.state, made.fixed, made.job.target, *made.given(batch))
             made.step += 1
         for value in made.state.trained.values():
             shards = [np.asarray(shard.data) for shard in value.addressable_shards]

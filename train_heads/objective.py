@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model.cache import empty_cache
+from jaxspec.model.columns import Columns
 from jaxspec.model.llama import ModelDef, Output
 from train_heads.losses import Summed, cross_entropy, divergence, likelier, soft_cross_entropy, summed
 from train_heads.packing import Rows, ahead, packed_tree, served
@@ -85,10 +86,10 @@ def look(target: ModelDef, params: Mapping[str, jax.Array], rows: Rows, taps: tu
 
 def run(definition: ModelDef, params: Mapping[str, jax.Array], rows: Rows, taps: tuple[int, ...] = ()) -> Output:
     """A model's pass over packed rows."""
-    count, T = rows.tokens_BT.shape
-    cache = empty_cache(definition.config, definition.sharding, count, T, definition.cache_dtype)
+    cache = empty_cache(definition.config, definition.sharding, len(rows.tokens_BT), 0, definition.cache_dtype)
     tokens_BT, positions_BT, segments_BT = (jnp.asarray(array) for array in rows[:3])
-    return definition.merge(params)(tokens_BT, positions_BT, cache, packed_tree(segments_BT), taps)
+    columns = Columns(packed_tree(segments_BT).ancestors_BTU)
+    return definition.merge(params)(tokens_BT, positions_BT, cache, columns, taps)
 
 
 def measured_levels(

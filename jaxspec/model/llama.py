@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxspec.model.boundary import flat_params, merge
 from jaxspec.model.cache import KVCache, LayerCache, Tree
+from jaxspec.model.columns import Columns
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, product
 from jaxspec.model.params import ParamSpec, param_specs
@@ -56,7 +57,7 @@ class Llama(nnx.Module):
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
         cache: KVCache,
-        tree: Tree | None = None,
+        tree: Tree | Columns | None = None,
         taps: tuple[int, ...] = (),
     ) -> Output:
         """One pass over tokens_BT at positions_BT of each row, a chain unless ``tree`` says otherwise.

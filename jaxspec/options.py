@@ -187,7 +187,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--draft-vocab-size",
         "draft_vocab_size",
-        "ids that the draft model or the heads may say, the most frequent ones; default all",
+        "ids that the draft model or the heads may say, most frequent first; default what their folder lists, or all",
         type=int,
         metavar="N",
     )

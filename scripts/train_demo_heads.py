@@ -53,7 +53,12 @@ RECIPES: Final = {
     ),
     "medusa": Recipe(
         "Medusa heads (Medusa-1, Cai et al. 2024)",
-        ((None, "--heads 4 --layers 1 --learn-law --rows 10 --steps 300 --warmup 20 --learning-rate 1e-3"),),
+        (
+            (
+                None,
+                "--heads 4 --layers 2 --learn-law --rows 5 --steps 900 --warmup 20 --learning-rate 1e-3 --final 0.05",
+            ),
+        ),
         {
             "chain of 4": {"method": "medusa", "tree_choices": "1,1,1,1"},
             "default tree": {"method": "medusa"},
@@ -104,14 +109,12 @@ def _shown(path: Path) -> str:
 def measured(kind: str, folder: Path, sample: Sample) -> dict[str, Any]:
     """Tokens per target pass and acceptance on the sample, greedy and at temperature 1, for each way."""
     rows: dict[str, Any] = {}
-    # An EAGLE-3 head says its own words alone; others are trimmed by the option.
-    words: dict[str, Any] = {} if kind == "eagle3" else {"draft_vocab_size": 8192}
     for way, given in RECIPES[kind].ways.items():
         with Engine.load(
             ROOT / TARGET,
             draft=folder if kind == "draft" else None,
             heads=None if kind == "draft" else folder,
-            speculation=SpeculationConfig(**given, **words),
+            speculation=SpeculationConfig(**given),
             mesh="1",
             dtype="bfloat16",
             max_slots=1,

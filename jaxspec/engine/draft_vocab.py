@@ -116,10 +116,21 @@ def _rows(head_VD: jax.Array, ids_N: np.ndarray, model: ModelDef) -> jax.Array:
     return jax.jit(lambda head_VD: head_VD[ids_N], out_shardings=out)(head_VD)
 
 
-def _read_list(path: Path, size: int, known: int, own_ids: Sequence[int] | None = None) -> list[int] | None:
-    """The first ``size`` ids of the list, or None without a file. Raises UserError naming what is wrong with it.
+def wanted_size(size: int | None, folder: Path, known: int) -> int | None:
+    """How many ids a draft of ``known`` ids may say: as the option has it, or as many as its folder lists. None: all.
 
-    ``own_ids``: others are passed over.
+    So a draft that learnt some words alone says these, without being told. Raises UserError as reading the list does.
+    """
+    if size is not None or not (folder / DRAFT_VOCAB).exists():
+        return size
+    listed = len(_read_list(folder / DRAFT_VOCAB, None, known) or ())
+    return listed if DRAFT_VOCAB_MIN <= listed < known else None
+
+
+def _read_list(path: Path, size: int | None, known: int, own_ids: Sequence[int] | None = None) -> list[int] | None:
+    """The first ``size`` ids of the list (None: all of it), or None without a file.
+
+    Raises UserError naming what is wrong with it. ``own_ids``: others are passed over.
     """
     try:
         text = path.read_text()
@@ -141,6 +152,6 @@ def _read_list(path: Path, size: int, known: int, own_ids: Sequence[int] | None 
     if own_ids is not None:
         own = set(own_ids)
         ids = [token_id for token_id in ids if token_id in own]
-    if len(ids) < size:
+    if size is not None and len(ids) < size:
         raise UserError(f"{path}: expected at least draft_vocab_size={size} ids, got {len(ids)}")
     return ids[:size]

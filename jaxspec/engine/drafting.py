@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import Checkpoint, heads_misfits, open_checkpoint, open_heads, restore_params
-from jaxspec.engine.draft_vocab import trim_heads, trim_vocab
+from jaxspec.engine.draft_vocab import trim_heads, trim_vocab, wanted_size
 from jaxspec.engine.params import HEADS_METHODS, SpeculationConfig
 from jaxspec.errors import UserError
 from jaxspec.model.config import LlamaConfig
@@ -160,8 +160,9 @@ def _draft_model(speculation: SpeculationConfig, target: Target, folder: str | P
     vocab = target.checkpoint.config.vocab_size
     drafter = LinearDrafter(model, vocab, target.valid_vocab, sample=_sample(speculation, "probabilistic"))
     trim = None
-    if speculation.draft_vocab_size is not None:
-        drafter, trim = trim_vocab(drafter, draft.path, speculation.draft_vocab_size)
+    words = wanted_size(speculation.draft_vocab_size, draft.path, min(draft.config.vocab_size, target.valid_vocab))
+    if words is not None:
+        drafter, trim = trim_vocab(drafter, draft.path, words)
     limit = draft.config.max_position_embeddings
     notes = _short_context(f"draft {folder}", limit, max_len)
     complete = partial(_with_shared, draft.manifest.shared, trim)
@@ -225,9 +226,12 @@ def _heads(speculation: SpeculationConfig, target: Target, folder: str | Path, m
     # Ids of a reduced vocabulary stay integers.
     params = restore_params(heads, definition.shardings(), jnp.dtype(model.dtype))
     trim = None
-    if speculation.draft_vocab_size is not None:
-        own_ids = np.asarray(params["target_ids"]).tolist() if "target_ids" in params else None
-        trimmed = trim_heads(config, own_ids, heads.path, speculation.draft_vocab_size, target.valid_vocab)
+    own_ids = np.asarray(params["target_ids"]).tolist() if "target_ids" in params else None
+    words = speculation.draft_vocab_size
+    if own_ids is None:
+        words = wanted_size(words, heads.path, target.valid_vocab)
+    if words is not None:
+        trimmed = trim_heads(config, own_ids, heads.path, words, target.valid_vocab)
         if trimmed is not None:
             config, trim = trimmed.config, partial(trimmed.params, model=model)
             definition = define_heads(config, model.sharding, model.dtype, model.cache_dtype)

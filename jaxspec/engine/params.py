@@ -194,7 +194,8 @@ class SpeculationConfig:
     rejection_sample_method: str = "block"  # docs/laws.md says what each guarantees
     model: str | None = None  # folder of the draft checkpoint, or of the heads where ``heads`` is not given
     heads: str | None = None  # folder of converted speculative heads: medusa, eagle, eagle3
-    # How many ids a draft model or heads may say, 65 to their vocabulary; None: all. draft_vocab.py: which ones.
+    # How many ids a draft model or heads may say, 65 to their vocabulary; None: those their folder lists, else all.
+    # draft_vocab.py: which ones.
     draft_vocab_size: int | None = None
     # How a draft model or heads choose when sampling: greedy, the likeliest, or probabilistic, drawn from their law.
     # None: chains and medusa's trees are drawn, EAGLE's trees greedy (they can be nothing else).

@@ -94,6 +94,20 @@ def test_listed_ids_keep_their_logits_and_no_other_is_left(fixture, kind, mesh, 
         assert all(x.sharding.shard_shape(x.shape) == (size // 4, 64) for x in heads)
 
 
+@pytest.mark.parametrize("fixture", ["medusa", "eagle3"])
+def test_without_the_option_heads_say_what_is_listed(fixture, checkpoints, heads_folders, listed):
+    """But a head with a vocabulary of its own says all of that."""
+
+    def said(folder):
+        speculation = SpeculationConfig(method=METHODS[fixture])
+        loaded = load(checkpoints(TARGETS[fixture]), draft=None, heads=folder, speculation=speculation, **OPTIONS)
+        _, _, ids_N = logits_of(loaded, jnp.zeros((1, 1, 64)))
+        return ids_N.tolist()
+
+    expected = sorted(frequent(70)) if fixture == "medusa" else said(heads_folders(fixture))
+    assert said(listed(fixture, frequent(70))) == expected
+
+
 def test_medusa_heads_that_share_the_targets_head_take_its_rows(checkpoints, tmp_path):
     loaded = load(checkpoints("tiny-llama3"), draft=None, speculation=SpeculationConfig(method="none"), **OPTIONS)
     model, params = loaded.programs.decoder.target, loaded.programs.params.target

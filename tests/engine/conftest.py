@@ -224,7 +224,7 @@ def heads_rig(references, checkpoints, heads_folders) -> Iterator[Callable[..., 
             engine = Engine.load(
                 checkpoints(target),
                 heads=heads_folders(fixture),
-                speculation=SpeculationConfig(method=method, **speculation),
+                speculation=SpeculationConfig(**{"method": method, **speculation}),
                 **{"mesh": "1", "max_slots": 3, "max_len": MAX_LEN, "max_queue": 4096, **(options or {})},
             )
             widest(engine, gammas=gammas)

@@ -91,6 +91,18 @@ def test_dynamic_trees_change_no_bit(heads_rig, goldens):
     assert every_way(rig, greedy_jobs(goldens, 0)) > 10
 
 
+def test_a_window_beside_the_drafts_changes_no_bit(chain, goldens):
+    """Lookahead: the pass of a plain request carries a window, too, and nothing of it is seen."""
+    assert every_way(chain("lookahead", "float32"), greedy_jobs(goldens, 0)) > 10
+
+
+def test_copies_and_trees_in_one_step_change_no_bit(heads_rig, goldens):
+    """Hybrid: prompts that say everything twice are copied from while others draft trees."""
+    rig = heads_rig("eagle1", {"deterministic": True, "max_len": WIDE_MAX_LEN}, method="hybrid", tree_nodes=12)
+    jobs = [job._replace(prompt=job.prompt[:60] * (1 + i % 2)) for i, job in enumerate(greedy_jobs(goldens, 0))]
+    assert every_way(rig, jobs) > 10
+
+
 def test_a_seed_gives_the_same_text_under_the_coupled_law(chain, goldens):
     """Temperature, top-p edges and noise hang on the last bits, too."""
     rig = chain("draft_model", "float32")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ class ServerFailed(Exception):
 class Server:
     """A running jaxspec-serve on a port of its own choice; leaving the ``with`` block drains and stops it.
 
-    ``mesh`` is "auto" for the devices that are there, or a number of virtual CPU devices.
+    ``mesh`` is "auto" for the devices that are there, or a number of virtual CPU devices. ``flags``: what else
+    jaxspec-serve is told.
     """
 
-    def __init__(self, model: Path, mesh: str, cache: Path) -> None:
+    def __init__(self, model: Path, mesh: str, cache: Path, flags: Sequence[str] = ()) -> None:
         cache.mkdir(exist_ok=True)
         self.log_path = cache / "demo-server.log"
         self.command = [sys.executable, "-m", "serve", "--target", str(model), "--port", "0", "--mesh", mesh]
-        self.command += ["--compilation-cache", str(cache / "xla")]
+        self.command += ["--compilation-cache", str(cache / "xla"), *flags]
         self.environment = dict(os.environ)
         if mesh != "auto":
             flag = f"--xla_force_host_platform_device_count={mesh}"

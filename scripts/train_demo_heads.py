@@ -44,11 +44,12 @@ RECIPES: Final = {
         "EAGLE-3 head (Li et al. 2025)",
         (
             (2624, "--unroll 3 --rows 5 --steps 300 --warmup 20 --learning-rate 1e-3 --final 0.5"),
-            (None, "--unroll 3 --rows 5 --steps 600 --warmup 10 --learning-rate 6e-4 --final 0.05"),
+            (None, "--unroll 3 --rows 5 --steps 700 --warmup 10 --learning-rate 8e-4 --final 0.05"),
         ),
         {
             "chain of 4": {"method": "eagle3", "tree_topk": 1, "num_speculative_tokens": 4},
             "tree of 8": {"method": "eagle3", "tree_nodes": 8, "tree_topk": 4, "tree_depth": 4},
+            "tree of 16": {"method": "eagle3", "tree_nodes": 16, "tree_topk": 8, "tree_depth": 4},
         },
     ),
     "medusa": Recipe(
@@ -121,6 +122,7 @@ def measured(kind: str, folder: Path, sample: Sample) -> dict[str, Any]:
             max_len=LENGTH,
             compilation_cache=ROOT / ".cache" / "xla",
         ) as engine:
+            engine.warmup()
             for name, temperature in (("greedy", 0.0), ("T = 1", 1.0)):
                 rows[f"{way}, {name}"] = measure(engine, sample, temperature, TOKENS)
                 print(json.dumps({kind: {f"{way}, {name}": rows[f"{way}, {name}"]}}), flush=True)

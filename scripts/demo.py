@@ -29,7 +29,7 @@ PLAIN = SpeculationParams(num_speculative_tokens=0)
 # hardly more than one over a single token, on CPUs as elsewhere.
 DRAFTING = ("--method", "hybrid", "--heads", str(ROOT / "assets" / "smollm2-135m" / "eagle3"), "--dtype", "bfloat16")
 TREE = ("--tree-nodes", "8", "--tree-topk", "4", "--tree-depth", "4")
-# Passes of different widths round differently, bfloat16 logits by up to 0.067 each (docs/decisions/deterministic.md), so
+# Passes of different widths round differently, bfloat16 logits by up to 0.067 (docs/decisions/deterministic.md), so
 # an argmax can flip where two logits nearly tie.
 NEAR_TIE = 0.13
 

@@ -1,8 +1,8 @@
 """``make bench-identity``: how often speculative greedy text departs from plain greedy text, and the price of never.
 
 Questions of Spec-Bench, first turns, greedy, on the demo model, four at a time: each without speculation and with it,
-alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Methods that need a draft model
-get the target itself, so that drafts are accepted and every step is as wide as it can be.
+alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Methods with heads take those of
+assets/, a hybrid takes a lookup and the EAGLE-3 head; a draft model is the target itself, so that all drafts are accepted.
 
 A flip is a token at which a text departs from the plain text of the same engine, alone, after the same prefix. Alone,
 the comparison goes on behind it: plain decoding's token is put into its place, and prompt and text so far become the
@@ -34,7 +34,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 BATCH: Final = 4
 REHEARSAL: Final = 12  # tokens
 MODES: Final = ("default", "deterministic")
-TRAINED: Final = (*HEADS_METHODS, "none")  # heads are trained for a target; method none has nothing to compare
+SHIPPED: Final = ROOT / "assets" / "smollm2-135m"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +144,12 @@ def groups(path: Path, limit: int) -> list[list[dict[str, Any]]]:
 def run_method(options: argparse.Namespace, dtype: str, method: str, kept: dict[str, Any]) -> dict[str, Any]:
     """Both engines over all groups; what is new goes to the file. Returns the provenance."""
     speculation = SpeculationConfig(method=method)
-    draft = options.model if speculation.takes_draft else None
+    heads = SHIPPED / ("eagle3" if method == "hybrid" else method)
     engines = {
         mode: Engine.load(
             options.model,
-            draft=draft,
+            draft=options.model if method == "draft_model" else None,
+            heads=heads if heads.is_dir() else None,
             speculation=speculation,
             dtype=dtype,
             mesh="1",
@@ -233,7 +234,9 @@ def show(console: Console, title: str, figures: dict[str, Any]) -> None:
 
 def main() -> int:
     """Exit status 0 when no text of a deterministic engine departed."""
-    methods = [method for method in METHODS if method not in TRAINED]
+    # Method none has nothing to compare; heads are there for the methods that they were trained for.
+    shipped = [method for method in HEADS_METHODS if (SHIPPED / method).is_dir()]
+    methods = [method for method in METHODS if method != "none" and (method not in HEADS_METHODS or method in shipped)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2-135m")
     parser.add_argument("--questions", type=Path, default=ROOT.parent / "shared" / "data" / "spec_bench_question.jsonl")

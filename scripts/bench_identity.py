@@ -1,8 +1,8 @@
 """``make bench-identity``: how often speculative greedy text departs from plain greedy text, and the price of never.
 
 Questions of Spec-Bench, first turns, greedy, on the demo model, four at a time: each without speculation and with it,
-alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Methods with heads take those of
-assets/, a hybrid takes a lookup and the EAGLE-3 head; a draft model is the target itself, so that all drafts are accepted.
+alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Heads are those of assets/, a
+hybrid is a lookup with the EAGLE-3 head, a draft model is the target itself, so that all its drafts are accepted.
 
 A flip is a token at which a text departs from the plain text of the same engine, alone, after the same prefix. Alone,
 the comparison goes on behind it: plain decoding's token is put into its place, and prompt and text so far become the

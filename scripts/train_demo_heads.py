@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "demo-heads", help="runs and their checkpoints")
     parser.add_argument("--questions", type=Path, default=Sample.DEFAULT, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--per-category", type=int, default=2, help="questions of each category that are measured")
+    parser.add_argument("--per-category", type=int, default=1, help="questions of each category that are measured")
     options = parser.parse_args()
     sample = read_sample(options.questions, options.per_category)
     for kind in options.only:

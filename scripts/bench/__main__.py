@@ -18,12 +18,13 @@ from scripts.bench.drafters import DRAFTERS, LAWS, Sample, drafter_table, read_s
 from scripts.bench.laws import law_costs
 from scripts.bench.passes import draft_step_overhead, step_overhead
 from scripts.bench.serving import LENGTH, ROOT, SLOTS, first_token, host_share, ready, speed
+from scripts.bench.shipped import shipped_speed
 from scripts.bench.timing import provenance, table
 from scripts.bench.training import training_share
 from scripts.demo_prompts import DemoPrompt, demo_prompts
 from train_heads.config import KINDS
 
-PARTS = ("ready", "speed", "step", "first_token", "host", "laws", "drafters", "training")
+PARTS = ("ready", "speed", "step", "first_token", "host", "laws", "drafters", "shipped", "training")
 PROSE = Prompt(text="The morning after the storm, the harbour was quieter than anyone could remember.")
 
 
@@ -51,6 +52,10 @@ def main() -> int:
     if "drafters" in options.only:
         sample = read_sample(options.prompts, options.sample)
         figures["drafters"] = drafter_table(options.model, sample, options, console)
+    if "shipped" in options.only:
+        sample = read_sample(options.prompts, options.sample)
+        figures["shipped"] = shipped_speed(options.model, sample, options.dtype, options.tokens, 0.0)
+        table(console, "The shipped head, lookup and their hybrid", figures["shipped"], "1.3; hybrid 1.0 over each")
     if "training" in options.only:
         figures["training"] = {
             kind: training_share(options.model, kind, options.dtype, options.repeats) for kind in KINDS

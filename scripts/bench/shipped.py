@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxspec import Completion, Engine, Prompt, SamplingParams, SpeculationConfig, SpeculationParams
-from scripts.bench.drafters import LENGTH, SHIPPED, Sample
+from scripts.bench.drafters import LENGTH, SHIPPED, Sample, measure
 from scripts.bench.serving import ROOT
 
 RESAMPLES: Final = 2000
@@ -44,7 +44,7 @@ def shipped_speed(target: Path, sample: Sample, dtype: str, tokens: int, tempera
             for name, given in METHODS.items()
         }
         for engine in engines.values():
-            engine.warmup()
+            measure(engine, sample, temperature, tokens)  # compiles what these questions need
         for index, (_, text) in enumerate(sample.questions):
             sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=index, ignore_eos=True)
             prompt = Prompt(chat=(("user", text),))

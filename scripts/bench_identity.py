@@ -29,12 +29,12 @@ from rich.table import Table
 from jaxspec import Chunk, Completion, Engine, Prompt, SamplingParams, SpeculationConfig, SpeculationParams
 from jaxspec.engine.params import HEADS_METHODS, METHODS
 from scripts.bench.timing import provenance
+from scripts.shipped import ASSETS, shipped_heads
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 BATCH: Final = 4
 REHEARSAL: Final = 12  # tokens
 MODES: Final = ("default", "deterministic")
-SHIPPED: Final = ROOT / "assets" / "smollm2-135m"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +144,12 @@ def groups(path: Path, limit: int) -> list[list[dict[str, Any]]]:
 def run_method(options: argparse.Namespace, dtype: str, method: str, kept: dict[str, Any]) -> dict[str, Any]:
     """Both engines over all groups; what is new goes to the file. Returns the provenance."""
     speculation = SpeculationConfig(method=method)
-    heads = SHIPPED / ("eagle3" if method == "hybrid" else method)
+    heads = shipped_heads(options.model).get("eagle3" if method == "hybrid" else method)
     engines = {
         mode: Engine.load(
             options.model,
-            draft=options.model if method == "draft_model" else None,
-            heads=heads if heads.is_dir() else None,
+            draft=options.model if method == "draft_model" or (method == "hybrid" and heads is None) else None,
+            heads=heads,
             speculation=speculation,
             dtype=dtype,
             mesh="1",
@@ -235,7 +235,7 @@ def show(console: Console, title: str, figures: dict[str, Any]) -> None:
 def main() -> int:
     """Exit status 0 when no text of a deterministic engine departed."""
     # Method none has nothing to compare; heads are there for the methods that they were trained for.
-    shipped = [method for method in HEADS_METHODS if (SHIPPED / method).is_dir()]
+    shipped = [path.name for path in ASSETS.iterdir()]
     methods = [method for method in METHODS if method != "none" and (method not in HEADS_METHODS or method in shipped)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2-135m")

@@ -17,6 +17,7 @@ from demo_server import Server, ServerFailed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from shipped import TREE, shipped_heads
 
 from jaxspec import Chunk, SamplingParams, SpeculationParams
 from jaxspec.engine.records import Completion
@@ -25,13 +26,19 @@ from serve.client import CallFailed, Client
 ROOT = Path(__file__).resolve().parent.parent
 STYLES = {"draft": "bold green", "correction": "yellow", "bonus": "cyan", "plain": ""}
 PLAIN = SpeculationParams(num_speculative_tokens=0)
-# Copies where the text repeats itself, else the shipped head's small tree. In bfloat16 a pass over eight tokens costs
-# hardly more than one over a single token, on CPUs as elsewhere.
-DRAFTING = ("--method", "hybrid", "--heads", str(ROOT / "assets" / "smollm2-135m" / "eagle3"), "--dtype", "bfloat16")
-TREE = ("--tree-nodes", "8", "--tree-topk", "4", "--tree-depth", "4")
 # Passes of different widths round differently, bfloat16 logits by up to 0.067 (docs/decisions/deterministic.md), so
 # an argmax can flip where two logits nearly tie.
 NEAR_TIE = 0.13
+
+
+def drafting(model: Path) -> list[str]:
+    """Flags of the server: copies where the text repeats itself, else the shipped head, for a model that has one.
+
+    In bfloat16 a pass over eight tokens costs hardly more than one over a single token, on CPUs as elsewhere.
+    """
+    heads = shipped_heads(model).get("eagle3")
+    tree = [part for name, value in TREE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return ["--dtype", "bfloat16"] + ([] if heads is None else ["--method", "hybrid", "--heads", str(heads), *tree])
 
 
 class Steps:
@@ -152,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     ok = False
     try:
-        with Server(arguments.model, arguments.mesh, ROOT / ".cache", (*DRAFTING, *TREE)) as server:
+        with Server(arguments.model, arguments.mesh, ROOT / ".cache", drafting(arguments.model)) as server:
             with Steps(console, "server: compiling", total=1) as steps:
                 port = server.wait_until_ready(steps.at)
             console.print(f"ready after {time.monotonic() - began:.0f} s on port {port}", highlight=False)

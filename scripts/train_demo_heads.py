@@ -18,11 +18,11 @@ from jaxspec import SpeculationConfig
 from jaxspec.checkpoint import open_any
 from jaxspec.engine.engine import Engine
 from scripts.bench.drafters import LENGTH, Sample, measure, read_sample
+from scripts.shipped import ASSETS, TREE
 from train_heads import logs
 from train_heads.cli import main as train
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-ASSETS: Final = ROOT / "assets" / "smollm2-135m"
 TARGET: Final = "models/smollm2-135m"
 COMMON: Final = "--mesh 1 --dtype bfloat16 --draft-vocab-size 8192 --row 384"
 TOKENS: Final = 40  # of each answer that is measured
@@ -48,7 +48,7 @@ RECIPES: Final = {
         ),
         {
             "chain of 4": {"method": "eagle3", "tree_topk": 1, "num_speculative_tokens": 4},
-            "tree of 8": {"method": "eagle3", "tree_nodes": 8, "tree_topk": 4, "tree_depth": 4},
+            "tree of 8": {"method": "eagle3", **TREE},
         },
     ),
     "medusa": Recipe(

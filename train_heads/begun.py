@@ -1,6 +1,5 @@
 """Heads of an earlier run that another goes on from: more data, other steps, the same shapes and the same words."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 
 from jaxspec.checkpoint import open_any, read_stored, restore_params
 from jaxspec.checkpoint.manifest import DRAFT_VOCAB
+from jaxspec.engine.draft_vocab import read_list
 from jaxspec.errors import UserError
 from train_heads.config import Eagle3Options, RunConfig
 from train_heads.draft import DraftObjective
@@ -26,8 +26,8 @@ def words_of(config: RunConfig, vocab: int) -> Words:
         group = next((group for group, names in checkpoint.groups().items() if "target_ids" in names), None)
         if group is not None:
             ids = np.asarray(read_stored(checkpoint, group)["target_ids"]).tolist()
-    elif (folder / DRAFT_VOCAB).is_file():
-        ids = json.loads((folder / DRAFT_VOCAB).read_text())
+    else:
+        ids = read_list(folder / DRAFT_VOCAB, None, vocab) or []
     if len(ids) != (0 if size in (None, vocab) else size):
         raise UserError(f"options.draft_vocab_size: expected {len(ids) or 'none'}, as {folder} has it, got {size}")
     return Words(vocab, tuple(sorted(ids)))

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxspec.model.columns import Columns
 from jaxspec.model.heads.config import EagleConfig, resolved_aux_layers
 from jaxspec.model.heads.definition import HeadsDef, random_heads
 from jaxspec.model.heads.params import INDEX_LEAVES
@@ -18,7 +17,7 @@ from jaxspec.model.heads.parts import TargetTables
 from jaxspec.model.llama import ModelDef
 from train_heads.losses import Summed, smooth_l1, summed
 from train_heads.objective import Features, Level, Measured, Params, cast, measured_levels, rows_ahead
-from train_heads.packing import Rows, ahead, packed_tree, served
+from train_heads.packing import Rows, ahead, columns, served
 from train_heads.words import WordLogits, Words
 
 
@@ -91,8 +90,8 @@ class Eagle3Objective:
         return resolved_aux_layers(self.config, self.target.config.num_layers)
 
     def init(self, target: Mapping[str, jax.Array], seed: int) -> tuple[Params, Params]:
-        """What the target can lend: its last layer over the highest level, and the rows of its LM head."""
-        params = {**random_heads(self.heads, seed), **_lent(target, self.target, self.config)}
+        """All of it lent by the target: its last layer over the highest level, and the rows of its LM head."""
+        params = _lent(target, self.target, self.config)
         shardings = self.heads.shardings()
         if not self.words.whole:
             params["target_ids"] = jnp.asarray(self.words.ids, jnp.int32)
@@ -153,10 +152,10 @@ def _unroll(
     """
     tokens_BT, positions_BT, segments_BT = (jnp.asarray(array) for array in rows[:3])
     cache = heads.empty_cache(tokens_BT.shape[0], 0).layers[0]
-    columns = Columns(packed_tree(segments_BT).ancestors_BTU)
+    visible = columns(segments_BT)
     outputs = []
     for step in range(steps):
         next_BT = ahead(tokens_BT, 1 + step)
-        features_BTX, cache = head(next_BT, features_BTX, positions_BT + step, cache, tables, columns)  # pyright: ignore[reportCallIssue]
+        features_BTX, cache = head(next_BT, features_BTX, positions_BT + step, cache, tables, visible)  # pyright: ignore[reportCallIssue]
         outputs.append(features_BTX)
     return outputs

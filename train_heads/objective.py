@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model.cache import empty_cache
-from jaxspec.model.columns import Columns
 from jaxspec.model.llama import ModelDef, Output
 from train_heads.losses import Summed, cross_entropy, divergence, likelier, soft_cross_entropy, summed
-from train_heads.packing import Rows, ahead, packed_tree, served
+from train_heads.packing import Rows, ahead, columns, served
 from train_heads.words import WordLogits, Words
 
 Params = dict[str, jax.Array]
@@ -79,7 +78,7 @@ class Objective(Protocol):
 
 
 def look(target: ModelDef, params: Mapping[str, jax.Array], rows: Rows, taps: tuple[int, ...] = ()) -> Features:
-    """The target's pass over packed rows: serving's own, on a cache of the rows' length. No gradient enters."""
+    """The target's pass over packed rows. No gradient enters."""
     output = jax.lax.stop_gradient(run(target, jax.lax.stop_gradient(dict(params)), rows, taps))
     return Features(output.hidden_BTD, output.taps_BTX)
 
@@ -88,8 +87,7 @@ def run(definition: ModelDef, params: Mapping[str, jax.Array], rows: Rows, taps:
     """A model's pass over packed rows."""
     cache = empty_cache(definition.config, definition.sharding, len(rows.tokens_BT), 0, definition.cache_dtype)
     tokens_BT, positions_BT, segments_BT = (jnp.asarray(array) for array in rows[:3])
-    columns = Columns(packed_tree(segments_BT).ancestors_BTU)
-    return definition.merge(params)(tokens_BT, positions_BT, cache, columns, taps)
+    return definition.merge(params)(tokens_BT, positions_BT, cache, columns(segments_BT), taps)
 
 
 def measured_levels(

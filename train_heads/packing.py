@@ -1,8 +1,7 @@
 """From documents to rows of a fixed length: several documents side by side, none of which sees another.
 
-A row is a forest of chains to the model: every document starts at position 0 and its tokens see only what comes before
-them in it, which :func:`packed_tree` says in the terms of a tree pass. So training runs the very forward pass that
-serving runs, on the same positions.
+Every document starts at position 0 and its tokens see only what comes before them in it. :func:`columns` says so to the
+very layers that serving runs.
 """
 
 import itertools
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.model.cache import Tree
+from jaxspec.model.columns import Columns
 
 
 class Document(NamedTuple):
@@ -77,15 +76,14 @@ def stack(rows: Sequence[Rows]) -> Rows:
     return Rows(*(np.concatenate(arrays) for arrays in zip(*rows, strict=True)))
 
 
-def packed_tree(segments_BT: jax.Array) -> Tree:
+def columns(segments_BT: jax.Array) -> Columns:
     """What every token of packed rows may see: itself and what comes before it in its own document."""
-    rows, T = segments_BT.shape
+    T = segments_BT.shape[1]
     same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
     order_T = jnp.arange(T)
     before_TT = order_T[None, :] < order_T[:, None]
     itself_TT = order_T[None, :] == order_T[:, None]
-    above_BTT = (same_BTT & before_TT[None] & (segments_BT > 0)[:, :, None]) | itself_TT[None]
-    return Tree(jnp.zeros((rows,), jnp.int32), jnp.int32(0), above_BTT)
+    return Columns((same_BTT & before_TT[None] & (segments_BT > 0)[:, :, None]) | itself_TT[None])
 
 
 def ahead(values_BT: jax.Array, places: int, fill: int | bool = 0) -> jax.Array:

@@ -39,7 +39,7 @@ def trim_vocab(
     known = min(model.config.vocab_size, drafter.valid_vocab)
     if size > known:
         raise UserError(f"draft_vocab_size: expected at most {known}, the ids that draft and target know, got {size}")
-    listed = _read_list(folder / DRAFT_VOCAB, size, known)
+    listed = read_list(folder / DRAFT_VOCAB, size, known)
     ids_N = np.arange(size, dtype=np.int32) if listed is None else np.array(listed, np.int32)
 
     whole, name = model, _head_name(model)
@@ -96,7 +96,7 @@ def trim_heads(
     limit = min(known, valid_vocab)
     if size > limit:
         raise UserError(f"draft_vocab_size: expected at most {limit}, the ids that heads and target know, got {size}")
-    listed = _read_list(folder / DRAFT_VOCAB, size, valid_vocab, own_ids)
+    listed = read_list(folder / DRAFT_VOCAB, size, valid_vocab, own_ids)
     if size == known:
         return None
     first = range(size) if own_ids is None else sorted(own_ids)[:size]
@@ -121,13 +121,13 @@ def wanted_size(size: int | None, folder: Path, known: int) -> int | None:
 
     So a draft that learnt some words alone says these, without being told. Raises UserError as reading the list does.
     """
-    if size is not None or not (folder / DRAFT_VOCAB).exists():
+    if size is not None:
         return size
-    listed = len(_read_list(folder / DRAFT_VOCAB, None, known) or ())
+    listed = len(read_list(folder / DRAFT_VOCAB, None, known) or ())
     return listed if DRAFT_VOCAB_MIN <= listed < known else None
 
 
-def _read_list(path: Path, size: int | None, known: int, own_ids: Sequence[int] | None = None) -> list[int] | None:
+def read_list(path: Path, size: int | None, known: int, own_ids: Sequence[int] | None = None) -> list[int] | None:
     """The first ``size`` ids of the list (None: all of it), or None without a file.
 
     Raises UserError naming what is wrong with it. ``own_ids``: others are passed over.

@@ -22,10 +22,10 @@ from jaxspec.model.heads.config import Method
 from scripts.bench.serving import ROOT
 from scripts.bench.timing import table
 from scripts.bench.untrained import untrained_heads
+from scripts.shipped import shipped_heads
 
 LAWS: Final = ("greedy", "token", "block", "coupled")
 LENGTH: Final = 1024
-SHIPPED: Final = ROOT / "assets" / "smollm2-135m"
 
 
 class Drafter(NamedTuple):
@@ -39,7 +39,7 @@ class Drafter(NamedTuple):
 DRAFTERS: Final = {
     "ngram": Drafter({"method": "ngram"}),
     "lookahead": Drafter({"method": "lookahead"}),
-    "draft_model": Drafter({"method": "draft_model", "num_speculative_tokens": 4}, "draft"),
+    "draft_model": Drafter({"method": "draft_model", "num_speculative_tokens": 4}, "self"),
     "medusa": Drafter({"method": "medusa"}, "medusa"),
     "eagle_chain": Drafter({"method": "eagle", "tree_topk": 1, "num_speculative_tokens": 4}, "eagle"),
     "eagle_tree": Drafter({"method": "eagle"}, "eagle"),
@@ -75,15 +75,13 @@ def drafter_table(target: Path, sample: Sample, options: Namespace, console: Con
     """One row per drafter and law."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        folders = {path.name: path for path in SHIPPED.iterdir() if (path / "manifest.json").is_file()}
+        folders = shipped_heads(target)
         folders |= {open_heads(path).config.method: path for path in options.heads}
-        folders.setdefault("draft", target)
         for name in options.drafters:
             drafter = DRAFTERS[name]
-            if drafter.needs not in (None, *folders):
+            if drafter.needs not in (None, "self", *folders):
                 folders[drafter.needs] = untrained_heads(cast(Method, drafter.needs), target, Path(folder))
-            given = folders.get(drafter.needs or "")
-            kind = "the target" if given == target else "untrained" if str(given).startswith(folder) else ""
+            kind = "untrained" if str(folders.get(drafter.needs or "", "")).startswith(folder) else ""
             for law, figures in _laws(target, drafter, folders, sample, options):
                 row = f"{name}, {law}" + (f" ({kind})" if kind else "")
                 rows[row] = figures
@@ -99,12 +97,10 @@ def _laws(
     # Greedy decoding does not look at the law: it shares the engine of another.
     for law in [law for law in laws if law != "greedy"] or ["block"]:
         config = SpeculationConfig(rejection_sample_method=law, **drafter.options)
-        is_draft = drafter.needs == "draft"
-        folder = folders.get(drafter.needs or "")
         with Engine.load(
             target,
-            draft=folder if is_draft else None,
-            heads=None if is_draft else folder,
+            draft=target if drafter.needs == "self" else None,
+            heads=folders.get(drafter.needs or ""),
             speculation=config,
             dtype=options.dtype,
             max_slots=1,

@@ -11,12 +11,12 @@ from typing import Any, Final
 import numpy as np
 
 from jaxspec import Completion, Engine, Prompt, SamplingParams, SpeculationConfig, SpeculationParams
-from scripts.bench.drafters import LENGTH, SHIPPED, Sample, measure
+from jaxspec.errors import UserError
+from scripts.bench.drafters import LENGTH, Sample, measure
 from scripts.bench.serving import ROOT
+from scripts.shipped import TREE, shipped_heads
 
 RESAMPLES: Final = 2000
-# Small trees: on a CPU every node of a pass costs.
-TREE: Final = {"tree_nodes": 8, "tree_topk": 4, "tree_depth": 4}
 METHODS: Final = {
     "ngram": {"method": "ngram"},
     "eagle3": {"method": "eagle3", **TREE},
@@ -26,13 +26,16 @@ METHODS: Final = {
 
 def shipped_speed(target: Path, sample: Sample, dtype: str, tokens: int, temperature: float) -> dict[str, Any]:
     """Speed over plain decoding of the whole sample, and of the hybrid over each alone, with 95 % intervals."""
+    heads = shipped_heads(target).get("eagle3")
+    if heads is None:
+        raise UserError(f"{target}: expected the model that assets/ has an EAGLE-3 head for")
     seconds: dict[str, list[float]] = {name: [] for name in ("plain", *METHODS)}
     with contextlib.ExitStack() as stack:
         engines = {
             name: stack.enter_context(
                 Engine.load(
                     target,
-                    heads=SHIPPED / "eagle3",
+                    heads=heads,
                     speculation=SpeculationConfig(**given),
                     dtype=dtype,
                     mesh="1",

@@ -49,6 +49,15 @@ def objective(kind, model):
     return Eagle3Objective(model, definition, Words(config.vocab_size, tuple(range(0, 512, 4))), STEPS, 0.8)
 
 
+def begun(kind, target, **optim):
+    """An objective, its first (trained, fixed), its first state and its compiled step."""
+    model, params = target
+    made, config = objective(kind, model), OptimConfig(**optim)
+    first = made.init(params, 0)
+    state = start(optimizer(config), first[0], model.sharding)
+    return made, first, state, make_step(made, config, model.sharding, 0, state)
+
+
 def tables_of(model):
     return TargetTables(model.embed, model.logits)
 
@@ -59,11 +68,8 @@ def cut(rows, parts):
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "draft"])
 def test_the_loss_falls_and_every_parameter_moves(target, rows, kind):
-    model, params = target
-    made, optim = objective(kind, model), OptimConfig(learning_rate=1e-2, steps=12, warmup=2)
-    trained, fixed = made.init(params, 0)
-    state = start(optimizer(optim), trained, model.sharding)
-    step = make_step(made, optim, model.sharding, 0, state)
+    _, params = target
+    _, (trained, fixed), state, step = begun(kind, target, learning_rate=1e-2, steps=12, warmup=2)
     losses = []
     for _ in range(12):
         state, taken = step(state, fixed, params, cut(rows, 1))
@@ -96,13 +102,10 @@ def test_an_eagle3_head_begins_with_the_targets_last_layer(target, rows):
 
 def test_parts_and_a_step_without_numbers(target, rows):
     """I11, I16: four parts give the step of one, to rounding; a step that gives no number leaves the state alone."""
-    model, params = target
-    made, optim = objective("medusa", model), OptimConfig(learning_rate=1e-2, steps=12, warmup=2)
-    trained, fixed = made.init(params, 0)
+    _, params = target
     ends = []
     for parts in (1, 4):
-        state = start(optimizer(optim), trained, model.sharding)
-        step = make_step(made, optim, model.sharding, 0, state)
+        _, (_, fixed), state, step = begun("medusa", target, learning_rate=1e-2, steps=12, warmup=2)
         for _ in range(2):
             state, taken = step(state, fixed, params, cut(rows, parts))
         ends.append((jax.device_get(state.trained), float(taken.loss)))
@@ -118,11 +121,8 @@ def test_parts_and_a_step_without_numbers(target, rows):
 
 def test_noise_is_drawn_anew_in_every_step(target, rows):
     """EAGLE-1's features are moved in training alone: parameters that stay give another loss each time."""
-    model, params = target
-    made, optim = objective("eagle", model), OptimConfig(learning_rate=0.0, steps=3, warmup=0)
-    trained, fixed = made.init(params, 0)
-    state = start(optimizer(optim), trained, model.sharding)
-    step = make_step(made, optim, model.sharding, 0, state)
+    _, params = target
+    made, (trained, fixed), state, step = begun("eagle", target, learning_rate=0.0, steps=3, warmup=0)
     losses = []
     for _ in range(3):
         state, taken = step(state, fixed, params, cut(rows, 1))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.model.cache import empty_cache
 from tests.train.conftest import LENGTHS, ROW
 from train_heads.objective import look
 from train_heads.packing import Document, pack, plan, served, stack
@@ -24,11 +25,17 @@ def test_a_document_that_is_longer_than_a_row_is_refused():
 
 
 def test_a_packed_document_is_seen_as_if_it_were_alone(target, documents, rows):
-    """Nothing attends across documents and positions begin anew: the target's hidden states and taps are the same."""
+    """Nothing attends across documents and positions begin anew: what is seen is what serving's own cache gives."""
     model, params = target
-    run = jax.jit(lambda rows: tuple(look(model, params, rows, (2, 4))))
-    packed = [np.asarray(array) for array in run(rows)]
-    alone = run(stack([pack([document], ROW) for document in documents]))
+    packed = [np.asarray(array) for array in jax.jit(lambda rows: tuple(look(model, params, rows, (2, 4))))(rows)]
+
+    @jax.jit
+    def serve(tokens_BT, positions_BT):
+        cache = empty_cache(model.config, model.sharding, len(tokens_BT), ROW, model.dtype)
+        output = model.merge(params)(tokens_BT, positions_BT, cache, None, (2, 4))
+        return output.hidden_BTD, output.taps_BTX
+
+    alone = serve(*stack([pack([document], ROW) for document in documents])[:2])
     for row, part in enumerate(plan(LENGTHS, ROW)):
         start = 0
         for index in part:

@@ -61,7 +61,9 @@ def test_a_run_starts_from_the_heads_of_another(kind, target_dir, data, tmp_path
         made.close()
     assert parameters(folder) == parameters(first / "heads")
     assert made.job.objective.words.size == 128
-    assert 511 not in made.job.objective.words.ids
+    if kind != "eagle3":  # whose ids are a parameter
+        said, before = (json.loads((heads / "draft_vocab.json").read_text()) for heads in (folder, first / "heads"))
+        assert sorted(said) == sorted(before)
     with pytest.raises(UserError, match=r"draft_vocab_size: expected 128, as .* has it, got 64"):
         make_job(config(*flags(kind, target_dir, other, tmp_path / "third", *more, "--draft-vocab-size", "64")))
     shape = {"medusa": "--heads", "draft": "--layers"}.get(kind)

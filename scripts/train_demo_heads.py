@@ -44,7 +44,7 @@ RECIPES: Final = {
         "EAGLE-3 head (Li et al. 2025)",
         (
             (2624, "--unroll 3 --rows 5 --steps 300 --warmup 20 --learning-rate 1e-3 --final 0.5"),
-            (None, "--unroll 3 --rows 5 --steps 700 --warmup 10 --learning-rate 8e-4 --final 0.05"),
+            (3745, "--unroll 3 --rows 5 --steps 700 --warmup 10 --learning-rate 8e-4 --final 0.05"),
         ),
         {
             "chain of 4": {"method": "eagle3", "tree_topk": 1, "num_speculative_tokens": 4},

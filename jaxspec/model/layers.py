@@ -63,6 +63,18 @@ def _over_rows(x_RO: jax.Array, y_RI: jax.Array) -> jax.Array:
 _matrix_product.defvjp(_product_forward, _product_backward)
 
 
+def look_up(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
+    """float32 rows of a table, [*ids.shape, D].
+
+    XLA's CPU backend gathers from a float32 copy of a bfloat16 table. As a rule that copy is fused away; but in a loop
+    it is the same every time and is moved out, where nothing fuses it: all of the table, for every chain of drafts.
+    Behind a barrier it depends on the ids, so it stays.
+    """
+    if table_VD.dtype == jnp.bfloat16:
+        table_VD, ids = jax.lax.optimization_barrier((table_VD, ids))
+    return table_VD[ids].astype(jnp.float32)
+
+
 class Linear(nnx.Module):
     """A weight [out..., in...] and its :func:`product`."""
 

@@ -12,7 +12,7 @@ from jaxspec.model.boundary import flat_params, merge
 from jaxspec.model.cache import KVCache, LayerCache, Tree
 from jaxspec.model.columns import Columns
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, product
+from jaxspec.model.layers import DecoderLayer, Linear, RMSNorm, initial_weight, look_up, product
 from jaxspec.model.params import ParamSpec, param_specs
 from jaxspec.model.rope import inverse_frequencies, rotation
 from jaxspec.sharding import Sharding
@@ -36,7 +36,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(initial_weight(spec, dtype, rngs))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.weight[...][tokens_BT].astype(jnp.float32)
+        return look_up(self.weight[...], tokens_BT)
 
 
 class Llama(nnx.Module):

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec.model.layers import product
+from jaxspec.model.layers import look_up, product
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,22 @@ def test_gradients_are_those_of_the_product(dtype):
     tolerance = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
     np.testing.assert_allclose(np.asarray(to_x, np.float64), pull @ weight, atol=tolerance)
     np.testing.assert_allclose(np.asarray(to_weight, np.float64), np.einsum("bto,bti->oi", pull, x), atol=tolerance)
+
+
+def test_a_lookup_in_a_loop_copies_no_table():
+    def chain(look_up, table_VD, id_B):
+        def step(id_B, _):
+            row_BD = look_up(table_VD, id_B)
+            return jnp.argmax(row_BD, axis=-1).astype(jnp.int32), row_BD
+
+        return jax.lax.scan(step, id_B, length=3)
+
+    def scratch(look_up):
+        """Bytes that the program needs beside what goes in and out."""
+        table_VD, id_B = jnp.zeros((4096, 64), jnp.bfloat16), jnp.zeros((1,), jnp.int32)
+        compiled = jax.jit(chain, static_argnums=0).lower(look_up, table_VD, id_B).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    whole = 4096 * 64 * 4
+    assert scratch(look_up) < whole / 100
+    assert scratch(lambda table_VD, ids: table_VD[ids].astype(jnp.float32)) >= whole, "no barrier is needed any more"

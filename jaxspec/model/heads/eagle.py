@@ -15,7 +15,7 @@ from jaxspec.model.columns import Columns
 from jaxspec.model.heads.config import EagleConfig
 from jaxspec.model.heads.params import heads_param_specs
 from jaxspec.model.heads.parts import TargetIds, TargetTables, Vector
-from jaxspec.model.layers import Linear, RMSNorm, attention, initial_weight, swiglu
+from jaxspec.model.layers import Linear, RMSNorm, attention, initial_weight, look_up, swiglu
 from jaxspec.model.rope import inverse_frequencies, rotation
 from jaxspec.sharding import Sharding
 
@@ -76,7 +76,7 @@ class TokenTable(nnx.Module):
         self.weight = nnx.Param(initial_weight(heads_param_specs(config)["embed"], dtype, rngs))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.weight[...][tokens_BT].astype(jnp.float32)
+        return look_up(self.weight[...], tokens_BT)
 
 
 class EagleHead(nnx.Module):

@@ -270,6 +270,8 @@ def read_server_info(message: pb.ServerInfo) -> records.ServerInfo:
     """The record that :func:`write_server_info` wrote."""
     values = _values(message, records.ServerInfo)
     values |= {"mesh": dict(message.mesh), "gamma_buckets": tuple(message.gamma_buckets)}
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        values[name] = getattr(message, name) if message.HasField(name) else None
     return records.ServerInfo(**values)
 
 

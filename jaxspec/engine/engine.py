@@ -274,6 +274,7 @@ class Engine:
     def server_info(self) -> ServerInfo:
         """How it is served."""
         mesh = self.programs.decoder.target.sharding.mesh
+        speculation = self._loaded.speculation
         try:
             installed = version("jaxspec")
         except PackageNotFoundError:
@@ -285,11 +286,13 @@ class Engine:
             max_slots=self._max_slots,
             max_len=self._max_len,
             max_queue=self._max_queue,
-            method=self._loaded.speculation.method,
-            rejection_sample_method=self._loaded.speculation.rejection_sample_method,
-            num_speculative_tokens=self._loaded.speculation.num_speculative_tokens,
+            method=speculation.method,
+            rejection_sample_method=speculation.rejection_sample_method,
+            num_speculative_tokens=speculation.num_speculative_tokens,
             gamma_buckets=self.programs.shapes.gammas,
             deterministic=self.programs.decoder.by_position,
+            prompt_lookup_max=speculation.prompt_lookup_max if speculation.looks_up else None,
+            prompt_lookup_min=speculation.prompt_lookup_min if speculation.looks_up else None,
         )
 
     def loads(self) -> Loads:

@@ -258,6 +258,11 @@ class SpeculationConfig:
         return self.method in HEADS_METHODS or (self.method == "hybrid" and self.heads is not None)
 
     @property
+    def looks_up(self) -> bool:
+        """Whether the method looks up suffixes of prompt and completion."""
+        return self.method in ("ngram", "hybrid")
+
+    @property
     def slots_per_step(self) -> int:
         """Cache slots that a step may need, at most."""
         if self.method == "lookahead":

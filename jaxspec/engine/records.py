@@ -183,6 +183,9 @@ class ServerInfo:
     num_speculative_tokens: int
     gamma_buckets: tuple[int, ...]
     deterministic: bool = False
+    # The longest and shortest suffix looked up where a request does not say, tokens; None: nothing is looked up.
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

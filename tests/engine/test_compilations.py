@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import Prompt, SamplingParams
 from jaxspec.shapes import GAMMA_BUCKETS, GAMMA_MAX
-from tests.engine.conftest import Job, Rig
+from tests.engine.conftest import LOOKUP_MAX, LOOKUP_MIN, Job, Rig
 
 
 def every_kind(max_len: int) -> list[Job]:
@@ -59,6 +59,8 @@ def test_nothing_compiles_after_warming_up(drafter, request, compilations):
     rig: Rig = request.getfixturevalue(drafter)
     info = rig.engine.server_info()
     jobs = every_kind(info.max_len)
+    looked_up = (LOOKUP_MAX, LOOKUP_MIN) if info.method == "ngram" else (None, None)
+    assert (info.prompt_lookup_max, info.prompt_lookup_min) == looked_up
     with compilations() as seen:
         for job in jobs:
             rig.run(*job)

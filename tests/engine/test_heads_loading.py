@@ -85,7 +85,8 @@ def test_heads_without_a_target_are_taken_with_a_line(checkpoints, shared, tmp_p
     caplog.set_level("INFO", "jaxspec")
     convert_heads(shared / "fixtures" / "eagle1", tmp_path / "heads")
     with Engine.load(checkpoints("tiny-llama3"), heads=tmp_path / "heads", mesh="1", max_len=61, max_slots=2) as engine:
-        assert engine.server_info().method == "eagle"
+        info = engine.server_info()
+        assert (info.method, info.prompt_lookup_max, info.prompt_lookup_min) == ("eagle", None, None)
     assert caplog.text.count("whether they know its tokenizer is not known") == 1
 
 

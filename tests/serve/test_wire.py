@@ -1,5 +1,6 @@
 """Messages and records: what one side writes the other reads; what does not parse is refused by name."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,8 @@ def test_answers_come_back_as_they_were() -> None:
         "0.1.0", {"data": 1, "model": 4}, "cpu", 4, 1024, 64, "ngram", "token", 8, gamma_buckets=(0, 2, 4, 8)
     )
     assert wire.read_server_info(wire.write_server_info(server)) == server
+    looking = dataclasses.replace(server, prompt_lookup_max=8, prompt_lookup_min=3)
+    assert wire.read_server_info(wire.write_server_info(looking)) == looking
     counters = records.Counters(3, 24, 9, (3, 2, 2, 1, 1, 0, 0, 0), 40, 12, {"stop": 2, "length": 1})
     loads = records.Loads(2, 5, 1, 77, 3072, counters)
     assert wire.read_loads(wire.write_loads(loads)) == loads

@@ -246,7 +246,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "mesh", "device_kind", "max_slots", "max_len", "max_queue", "method", "rejection_sample_method", "num_speculative_tokens", "gamma_buckets", "max_request_bytes", "max_stream_s", "deterministic")
+    __slots__ = ("version", "mesh", "device_kind", "max_slots", "max_len", "max_queue", "method", "rejection_sample_method", "num_speculative_tokens", "gamma_buckets", "max_request_bytes", "max_stream_s", "deterministic", "prompt_lookup_max", "prompt_lookup_min")
     class MeshEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +267,8 @@ class ServerInfo(_message.Message):
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_STREAM_S_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOOKUP_MAX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOOKUP_MIN_FIELD_NUMBER: _ClassVar[int]
     version: str
     mesh: _containers.ScalarMap[str, int]
     device_kind: str
@@ -280,7 +282,9 @@ class ServerInfo(_message.Message):
     max_request_bytes: int
     max_stream_s: float
     deterministic: bool
-    def __init__(self, version: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., device_kind: _Optional[str] = ..., max_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., method: _Optional[str] = ..., rejection_sample_method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., gamma_buckets: _Optional[_Iterable[int]] = ..., max_request_bytes: _Optional[int] = ..., max_stream_s: _Optional[float] = ..., deterministic: _Optional[bool] = ...) -> None: ...
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+    def __init__(self, version: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., device_kind: _Optional[str] = ..., max_slots: _Optional[int] = ..., max_len: _Optional[int] = ..., max_queue: _Optional[int] = ..., method: _Optional[str] = ..., rejection_sample_method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., gamma_buckets: _Optional[_Iterable[int]] = ..., max_request_bytes: _Optional[int] = ..., max_stream_s: _Optional[float] = ..., deterministic: _Optional[bool] = ..., prompt_lookup_max: _Optional[int] = ..., prompt_lookup_min: _Optional[int] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

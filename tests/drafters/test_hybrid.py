@@ -4,15 +4,22 @@ Seeded alone and in company, stopped and cancelled, and beside trees: tests/loss
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import Engine, SamplingParams, SpeculationConfig
+from jaxspec import Engine, SamplingParams, SpeculationConfig, SpeculationParams
 from jaxspec.engine.batch import Batch
 from jaxspec.engine.request import Request
 from jaxspec.errors import UserError
+from jaxspec.model.cache import KVCache
+from jaxspec.shapes import GAMMA_MAX
+from jaxspec.speculate.programs import Programs
+from jaxspec.speculate.state import DecodeState
 from tests.engine.conftest import Job, Rig, greedy, widest
 from tests.engine.laws import Ranks
 from tests.engine.watch import Watch
@@ -21,10 +28,15 @@ SLOTS = 3
 
 
 class Kinds:
-    """Who drafts for each row, step by step: "copy", "model" or "none". Checks what the report says of the draft."""
+    """Who drafts for each row, step by step: "copy", "model" or "none". Checks what the report says of the draft.
 
-    def __init__(self) -> None:
+    ``filled``: also that the cache of a row that the model drafts for has no hole: what is in it is what the draft
+    model computes from the committed tokens, afresh.
+    """
+
+    def __init__(self, filled: Programs | None = None) -> None:
         self.steps: list[dict[str, str]] = []
+        self._programs = filled
 
     def __call__(self, batch: Batch, running: dict[int, Request]) -> None:
         state = batch._state
@@ -35,6 +47,8 @@ class Kinds:
             if hasattr(state.drafter.model, "layers"):
                 length = int(np.asarray(state.drafter.model.length_B)[row])
                 assert request.lag == request.length - 1 - length >= 0
+                if self._programs is not None and not found_B[row] and min(request.next_gamma(), request.ready) > 0:
+                    assert_filled(state, row, length, self._programs)
             drafts = min(request.next_gamma(), request.ready) > 0
             ready[request.request_id] = ("copy" if found_B[row] else "model") if drafts else "none"
         self.steps.append(ready)
@@ -42,6 +56,35 @@ class Kinds:
     def count(self, *kinds: str) -> int:
         """Steps in which all of these occurred."""
         return sum(set(kinds) <= set(step.values()) for step in self.steps)
+
+    def turns(self, first: str, then: str) -> int:
+        """How often a row of one kind was of another in its next step."""
+        return sum(
+            before.get(request_id) == first and kind == then
+            for before, step in itertools.pairwise(self.steps)
+            for request_id, kind in step.items()
+        )
+
+
+def assert_filled(state: DecodeState, row: int, length: int, programs: Programs) -> None:
+    """The first ``length`` slots of a row of the draft's cache, against a prefill of the same tokens."""
+    # A copy: the programs take what they are given.
+    afresh, done, chunk = jax.tree.map(jnp.copy, state), 0, programs.shapes.chunks[-1]
+    while done < length:
+        afresh = programs.prefill_drafter(afresh, done, chunk)
+        done += chunk
+    for layer, expected in zip(state.drafter.model.layers, afresh.drafter.model.layers, strict=True):
+        for slots_BKSH, expected_BKSH in zip(layer, expected, strict=True):
+            np.testing.assert_allclose(slots_BKSH[row, :, :length], expected_BKSH[row, :, :length], atol=1e-4)
+
+
+def forget(state: DecodeState, lag: int) -> KVCache:
+    """The draft's cache without its last tokens: so that it lacks ``lag``, and nonsense in their slots."""
+    cache = state.drafter.model
+    length_B = jnp.maximum(state.length_B - 1 - lag, 0)
+    is_kept_BKSH = (jnp.arange(cache.window)[None, :] < length_B[:, None])[:, None, :, None]
+    forgotten = KVCache(jax.tree.map(lambda x_BKSH: jnp.where(is_kept_BKSH, x_BKSH, 7.0), cache.layers), length_B)
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), forgotten, cache)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +139,34 @@ def test_rows_that_copy_and_rows_that_draft_share_a_step(hybrid):
     assert kinds.count("copy", "model") > 10
     assert near_ties <= 2
     hybrid.assert_idle()
+
+
+def test_a_model_that_drafts_again_after_copies_has_taken_them_in(hybrid):
+    """Not one slot is left out. Short suffixes are found often and seldom right: many turns from copies to the model."""
+    made, kinds = prompts(hybrid, 2, 0), Kinds(filled=hybrid.engine.programs)
+    sampling = SamplingParams(max_tokens=41, temperature=1.0, ignore_eos=True)
+    with hybrid.watch.meddling(kinds):
+        for seed in range(6):
+            size = 1 + seed % 2
+            speculation = SpeculationParams(1 + seed % 4, prompt_lookup_max=size, prompt_lookup_min=size)
+            list(hybrid.engine.generate(made[seed % 2], dataclasses.replace(sampling, seed=seed), speculation))
+    assert kinds.turns("copy", "model") > 10
+
+
+def test_a_model_takes_in_what_it_lacks_before_it_drafts(hybrid):
+    """It forgets 0 to 11 tokens before a step: up to 9 its first pass takes them in, more are a prefill's."""
+    kinds, lags = Kinds(filled=hybrid.engine.programs), itertools.cycle(range(GAMMA_MAX + 4))
+
+    def forgetting(batch: Batch, running: dict[int, Request]) -> None:
+        kinds(batch, running)
+        state, lag = batch._state, next(lags)
+        assert state is not None
+        batch._state = state._replace(drafter=state.drafter._replace(model=forget(state, lag)))
+
+    (prompt,) = prompts(hybrid, 0, 1)
+    with hybrid.watch.meddling(forgetting):
+        hybrid.run(prompt, SamplingParams(max_tokens=60, temperature=1.0, seed=1, ignore_eos=True), 3)
+    assert kinds.count("model") > 2 * GAMMA_MAX
 
 
 def test_copies_and_drafts_follow_the_targets_law(hybrid):

@@ -70,7 +70,7 @@ def test_stop_ids_are_not_drafted_while_they_are_banned(medusa, goldens):
 
 
 def test_sampled_text_follows_the_target(medusa):
-    """A tree of undrawn drafts; the false-alarm rate is that of test_law.py."""
+    """A tree of undrawn drafts, by block; the false-alarm rate is that of test_law.py."""
     rng = np.random.default_rng(43)
     jobs = []
     for seed in range(24):
@@ -78,8 +78,9 @@ def test_sampled_text_follows_the_target(medusa):
             sampling = SamplingParams(max_tokens=61, seed=seed, ignore_eos=True, **options)  # pyright: ignore
             jobs.append(Job(rng.integers(0, 490, size=5).tolist(), sampling, 4))
     ranks = Ranks(medusa, jobs, medusa.chunks(jobs))
-    for offset, at_least in ((0, 2000), (1, 100)):
-        ranks.assert_uniform(offset, at_least)
+    assert ranks.sizes[0] > 2000
+    assert ranks.sizes[1] > 100
+    ranks.assert_uniform("all", 2100)
     assert abs(ranks.z) < 5
 
 

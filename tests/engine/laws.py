@@ -7,6 +7,7 @@ into the first or the last cells. The prefix is whatever the engine made of it: 
 position of a round are tested against float64 laws, not only the first of a fixed prompt.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -78,8 +79,12 @@ class Ranks:
         return {offset: len(ranks) for offset, ranks in self.by_offset.items()}
 
     def counts(self, offset: str | int) -> np.ndarray:
-        """Tokens per equally likely cell; fewer cells where there are few tokens."""
-        ranks = np.array(self.by_offset[offset])
+        """Tokens per equally likely cell; fewer cells where there are few tokens. "all": of every offset.
+
+        That the block law reaches an offset says something of the tokens before it: there only "all" is uniform.
+        """
+        found = itertools.chain(*self.by_offset.values()) if offset == "all" else self.by_offset[offset]
+        ranks = np.array(list(found))
         cells = max(2, min(CELLS, ranks.size // 15))
         return np.bincount(np.minimum((ranks * cells).astype(int), cells - 1), minlength=cells)
 

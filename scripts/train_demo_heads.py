@@ -45,6 +45,7 @@ RECIPES: Final = {
         (
             (2624, "--unroll 3 --rows 5 --steps 300 --warmup 20 --learning-rate 1e-3 --final 0.5"),
             (3745, "--unroll 3 --rows 5 --steps 700 --warmup 10 --learning-rate 8e-4 --final 0.05"),
+            (None, "--unroll 3 --rows 5 --steps 2000 --warmup 20 --learning-rate 8e-4 --final 0.05"),
         ),
         {
             "chain of 4": {"method": "eagle3", "tree_topk": 1, "num_speculative_tokens": 4},

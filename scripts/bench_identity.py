@@ -1,8 +1,9 @@
 """``make bench-identity``: how often speculative greedy text departs from plain greedy text, and the price of never.
 
 Questions of Spec-Bench, first turns, greedy, on the demo model, four at a time: each without speculation and with it,
-alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Heads are those of assets/, a
-hybrid is a lookup with the EAGLE-3 head, a draft model is the target itself, so that all its drafts are accepted.
+alone and in a batch of four, by an engine as it comes and by one in deterministic mode. Heads are those of assets/ with
+their small tree, a hybrid is a lookup with the EAGLE-3 head, a draft model is the target itself, so that all its drafts
+are accepted.
 
 A flip is a token at which a text departs from the plain text of the same engine, alone, after the same prefix. Alone,
 the comparison goes on behind it: plain decoding's token is put into its place, and prompt and text so far become the
@@ -29,7 +30,7 @@ from rich.table import Table
 from jaxspec import Chunk, Completion, Engine, Prompt, SamplingParams, SpeculationConfig, SpeculationParams
 from jaxspec.engine.params import HEADS_METHODS, METHODS
 from scripts.bench.timing import provenance
-from scripts.shipped import ASSETS, shipped_heads
+from scripts.shipped import ASSETS, TREE, shipped_heads
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 BATCH: Final = 4
@@ -143,8 +144,9 @@ def groups(path: Path, limit: int) -> list[list[dict[str, Any]]]:
 
 def run_method(options: argparse.Namespace, dtype: str, method: str, kept: dict[str, Any]) -> dict[str, Any]:
     """Both engines over all groups; what is new goes to the file. Returns the provenance."""
-    speculation = SpeculationConfig(method=method)
     heads = shipped_heads(options.model).get("eagle3" if method == "hybrid" else method)
+    tree: dict[str, Any] = TREE if heads and method != "medusa" else {}
+    speculation = SpeculationConfig(method=method, **tree)
     engines = {
         mode: Engine.load(
             options.model,

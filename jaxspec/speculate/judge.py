@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxspec.speculate.noise import coupled_choice
 from jaxspec.speculate.sampling import Uniforms, draw, final_law, first_argmax, mask_logits
 from jaxspec.speculate.state import DESYNC, NOT_FINITE, TOP_LOGPROBS, Context, Logprobs
-from jaxspec.speculate.verify import Drafts, Match, block_law, match_law, token_law
+from jaxspec.speculate.topology import Drafts
+from jaxspec.speculate.verify import Match, block_law, match_law, token_law
 from jaxspec.speculate.window import Shown
 
 Law = Literal["token", "block", "coupled"]

@@ -33,8 +33,7 @@ from jaxspec.speculate.state import (
     grow_cache,
     pack,
 )
-from jaxspec.speculate.topology import ancestors, chain
-from jaxspec.speculate.verify import Drafts
+from jaxspec.speculate.topology import Drafts, ancestors, chain
 from jaxspec.speculate.window import Shown
 
 

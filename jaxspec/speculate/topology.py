@@ -19,6 +19,19 @@ class Topology(NamedTuple):
     depth_BJ: jax.Array  # int32, 1 for a child of the root
 
 
+class Drafts(NamedTuple):
+    """The drafts of one round. Those that are not live are padding: any id, any parent that comes before them."""
+
+    tokens_BJ: jax.Array  # i32; live siblings never repeat a token
+    # The law that draft j was drawn from, before its siblings were taken out of it: equal for siblings. None: the
+    # drafts were not drawn at all (a one-hot law each).
+    q_BJV: jax.Array | None
+    topology: Topology
+    live_BJ: jax.Array  # bool; the parent of a live draft is live
+    # i32, which of the laws draft j was drawn from, where many drafts share few; None: ``q_BJV`` has one per draft.
+    law_BJ: jax.Array | None = None
+
+
 def chain(rows: int, drafted: int) -> Topology:
     """Each draft below the one before it."""
     parent_J = jnp.arange(drafted, dtype=jnp.int32)

@@ -12,20 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.shapes import sizes
-from jaxspec.speculate.topology import Topology, ancestors
-
-
-class Drafts(NamedTuple):
-    """The drafts of one round. Those that are not live are padding: any id, any parent that comes before them."""
-
-    tokens_BJ: jax.Array  # i32; live siblings never repeat a token
-    # The law that draft j was drawn from, before its siblings were taken out of it: equal for siblings. None: the
-    # drafts were not drawn at all (a one-hot law each).
-    q_BJV: jax.Array | None
-    topology: Topology
-    live_BJ: jax.Array  # bool; the parent of a live draft is live
-    # i32, which of the laws draft j was drawn from, where many drafts share few; None: ``q_BJV`` has one per draft.
-    law_BJ: jax.Array | None = None
+from jaxspec.speculate.residual import Left, Round, at, at_most_one, choose, last_weights, reject
+from jaxspec.speculate.topology import Drafts, Topology, ancestors
 
 
 class Verdict(NamedTuple):
@@ -60,34 +48,34 @@ def token_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) 
         coin_BJ: uniforms in [0, 1), independent of the drafts.
         depth: static bound on the depth of live drafts.
     """
-    round_ = _round(p_BTV, drafts, coin_BJ)
+    round_ = Round.of(p_BTV, drafts, coin_BJ)
     if round_.live_BJ.shape[1] == 0:
         return _nothing_drafted(p_BTV, depth)
 
     class State(NamedTuple):
         node_B: jax.Array  # the last accepted node
-        left: _Left  # of its laws
+        left: Left  # of its laws
         accept_BJ: jax.Array
 
     # Parents come before children and siblings lie in draw order, so one walk over the drafts meets every test in turn.
     def test(j: jax.Array, state: State) -> State:
         tested_B = round_.live_BJ[:, j] & (round_.parent_BJ[:, j] == state.node_B)
         j_B = jnp.full_like(state.node_B, j)
-        chance_B = _at_most_one(state.left.weight(round_.p_BJ[:, j], round_.q_BJ[:, j]), round_.q_BJ[:, j])
+        chance_B = at_most_one(state.left.weight(round_.p_BJ[:, j], round_.q_BJ[:, j]), round_.q_BJ[:, j])
         chance_B = jnp.where(tested_B, chance_B, 0)
         stands_B = coin_BJ[:, j] < chance_B
         rejected_B = tested_B & ~stands_B
         followed_B = rejected_B & round_.followed_BJ[:, j]
-        _, after = _reject(round_, state.node_B, j_B, jnp.ones_like(chance_B), state.left, followed_B)
-        left = _choose(rejected_B, after, state.left)
-        left = _choose(stands_B, _whole(chance_B), left)
+        _, after = reject(round_, state.node_B, j_B, jnp.ones_like(chance_B), state.left, followed_B)
+        left = choose(rejected_B, after, state.left)
+        left = choose(stands_B, Left.whole(chance_B), left)
         return State(jnp.where(stands_B, j + 1, state.node_B), left, state.accept_BJ.at[:, j].set(chance_B))
 
     root_B = jnp.zeros(p_BTV.shape[:1], jnp.int32)
-    start = State(root_B, _whole(p_BTV[:, 0, 0]), jnp.zeros_like(round_.p_BJ))
+    start = State(root_B, Left.whole(p_BTV[:, 0, 0]), jnp.zeros_like(round_.p_BJ))
     end = lax.fori_loop(0, round_.live_BJ.shape[1], test, start)
     path = _climb(drafts.topology, end.node_B, depth)
-    return Verdict(*path, end.accept_BJ, _last(round_, end.node_B, end.left))
+    return Verdict(*path, end.accept_BJ, last_weights(round_, end.node_B, end.left))
 
 
 def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) -> Verdict:
@@ -102,7 +90,7 @@ def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) 
 
     Arguments as ``token_law``. It never accepts fewer tokens than that on a chain, in expectation over the coins.
     """
-    round_ = _round(p_BTV, drafts, coin_BJ)
+    round_ = Round.of(p_BTV, drafts, coin_BJ)
     rows, drafted = round_.live_BJ.shape
     if drafted == 0:
         return _nothing_drafted(p_BTV, depth)
@@ -113,7 +101,7 @@ def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) 
         time: jax.Array
         node_B: jax.Array  # the node that stood, or undecided
         alpha_BT: jax.Array
-        left: _Left  # [B, T]
+        left: Left  # [B, T]
         accept_BJ: jax.Array
 
     def going(state: State) -> jax.Array:
@@ -124,20 +112,20 @@ def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) 
         visits_B = (state.node_B == undecided) & (event_B >= 0)
         leaves_B = visits_B & (event_B % 2 == 1)
         j_B = jnp.maximum(event_B, 0) // 2
-        parent_B = _at(round_.parent_BJ, j_B)
-        p_B, q_B = _at(round_.p_BJ, j_B), _at(round_.q_BJ, j_B)
-        left: _Left = jax.tree.map(lambda x_BT: _at(x_BT, parent_B), state.left)
-        alpha_B = _at(state.alpha_BT, parent_B)
+        parent_B = at(round_.parent_BJ, j_B)
+        p_B, q_B = at(round_.p_BJ, j_B), at(round_.q_BJ, j_B)
+        left: Left = jax.tree.map(lambda x_BT: at(x_BT, parent_B), state.left)
+        alpha_B = at(state.alpha_BT, parent_B)
 
         # On the way down: its alpha, from its parent as that is by now.
-        entered_B = _at_most_one(alpha_B * left.weight(p_B, q_B), q_B)
+        entered_B = at_most_one(alpha_B * left.weight(p_B, q_B), q_B)
         # On the way up, all its children deleted: a leaf.
-        chance_B = jnp.where(leaves_B, _at(state.alpha_BT, j_B + 1), 0)
-        stands_B = _at(coin_BJ, j_B) < chance_B
+        chance_B = jnp.where(leaves_B, at(state.alpha_BT, j_B + 1), 0)
+        stands_B = at(coin_BJ, j_B) < chance_B
         rejected_B = leaves_B & ~stands_B
         # The root's alpha stays 1, so that its residual need not be weighed for itself.
-        weighed_B = rejected_B & ((parent_B > 0) | _at(round_.followed_BJ, j_B))
-        mass_B, after = _reject(round_, parent_B, j_B, alpha_B, left, weighed_B)
+        weighed_B = rejected_B & ((parent_B > 0) | at(round_.followed_BJ, j_B))
+        mass_B, after = reject(round_, parent_B, j_B, alpha_B, left, weighed_B)
         fallen_B = jnp.where(alpha_B < 1, mass_B / jnp.where(alpha_B < 1, mass_B + (1 - alpha_B), 1), 1)
 
         nodes_T = jnp.arange(drafted + 1)[None, :]
@@ -154,11 +142,11 @@ def block_law(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array, depth: int) 
     is_root_BT = jnp.broadcast_to(jnp.arange(drafted + 1)[None, :] == 0, (rows, drafted + 1))
     alpha_BT = is_root_BT.astype(p_BTV.dtype)
     undecided_B = jnp.full((rows,), undecided, jnp.int32)
-    start = State(jnp.int32(0), undecided_B, alpha_BT, _whole(alpha_BT), jnp.zeros_like(round_.p_BJ))
+    start = State(jnp.int32(0), undecided_B, alpha_BT, Left.whole(alpha_BT), jnp.zeros_like(round_.p_BJ))
     end = lax.while_loop(going, visit, start)
     node_B = jnp.maximum(end.node_B, 0)
-    left = jax.tree.map(lambda x_BT: _at(x_BT, node_B), end.left)
-    return Verdict(*_climb(drafts.topology, node_B, depth), end.accept_BJ, _last(round_, node_B, left))
+    left = jax.tree.map(lambda x_BT: at(x_BT, node_B), end.left)
+    return Verdict(*_climb(drafts.topology, node_B, depth), end.accept_BJ, last_weights(round_, node_B, left))
 
 
 def match_law(choice_BT: jax.Array, drafts: Drafts, depth: int) -> Match:
@@ -186,72 +174,7 @@ def match_law(choice_BT: jax.Array, drafts: Drafts, depth: int) -> Match:
             going_B = path[level] > 0
             node_B = jnp.where(going_B, path[level], node_B)
     path_BD = jnp.stack(path, axis=1) if depth else jnp.zeros((rows, 0), jnp.int32)
-    return Match(jnp.sum(path_BD > 0, axis=1, dtype=jnp.int32), path_BD, _at(choice_BT, node_B))
-
-
-class _Left(NamedTuple):
-    """What rejected children leave of the laws at a node. One value per row, or per row and node.
-
-    p is norm(max(p - q, 0)) over and over, with a smaller q every time. A rejected token has no p left, and for all
-    others that is max(a p - b q, 0) with the p and q of the beginning: two numbers instead of a law.
-    """
-
-    a: jax.Array
-    b: jax.Array
-    share: jax.Array  # of q, that the rejected children leave: the next is drawn from q / share
-
-    def weight(self, p: jax.Array, q: jax.Array) -> jax.Array:
-        """What is left of p at a token, in units in which the token was drawn with chance q."""
-        return jnp.maximum(self.a * p - self.b * q, 0) * self.share
-
-
-def _whole(like: jax.Array) -> _Left:
-    one = jnp.ones_like(like)
-    return _Left(one, jnp.zeros_like(one), one)
-
-
-def _choose(is_first_B: jax.Array, first: _Left, second: _Left) -> _Left:
-    return jax.tree.map(lambda x_B, y_B: jnp.where(is_first_B, x_B, y_B), first, second)
-
-
-class _Round(NamedTuple):
-    """The drafts as the laws look at them."""
-
-    p_BTV: jax.Array
-    q_BXV: jax.Array | None
-    law_BJ: jax.Array  # which of q_BXV
-    tokens_BJ: jax.Array
-    parent_BJ: jax.Array
-    live_BJ: jax.Array
-    followed_BJ: jax.Array  # whether a later sibling is live
-    p_BJ: jax.Array  # p and q at the drafted tokens
-    q_BJ: jax.Array
-
-
-def _round(p_BTV: jax.Array, drafts: Drafts, coin_BJ: jax.Array) -> _Round:
-    tokens_BJ, parent_BJ = drafts.tokens_BJ, drafts.topology.parent_BJ
-    size = sizes(tokens_BJ=tokens_BJ, parent_BJ=parent_BJ, live_BJ=drafts.live_BJ, coin_BJ=coin_BJ)
-    rows, drafted = size["B"], size["J"]
-    if p_BTV.shape[:2] != (rows, drafted + 1):
-        raise ValueError(f"p_BTV: expected {drafted + 1} nodes of {rows} rows, got shape {p_BTV.shape}")
-    p_BJ = jax.vmap(lambda p_TV, parent_J, tokens_J: p_TV[parent_J, tokens_J])(p_BTV, parent_BJ, tokens_BJ)
-    q_BXV, law_BJ, live_BJ = drafts.q_BJV, drafts.law_BJ, drafts.live_BJ
-    order_J = jnp.arange(drafted)
-    if law_BJ is None:
-        law_BJ = jnp.broadcast_to(order_J[None, :], tokens_BJ.shape)
-    if q_BXV is None:
-        q_BJ = jnp.ones_like(p_BJ)
-    else:
-        if drafts.law_BJ is None:
-            sizes(tokens_BJ=tokens_BJ, q_BJV=q_BXV)
-        sizes(p_BTV=p_BTV, q_BXV=q_BXV, law_BJ=law_BJ)
-        at = jax.vmap(lambda q_XV, law_J, tokens_J: q_XV[law_J, tokens_J])
-        q_BJ = at(q_BXV, law_BJ, tokens_BJ).astype(p_BJ.dtype)
-        live_BJ = live_BJ & (q_BJ > 0)
-    later_JJ = order_J[None, :] > order_J[:, None]
-    is_sibling_BJJ = parent_BJ[:, :, None] == parent_BJ[:, None, :]
-    followed_BJ = jnp.any(is_sibling_BJJ & later_JJ[None] & live_BJ[:, None, :], axis=-1)
-    return _Round(p_BTV, q_BXV, law_BJ, tokens_BJ, parent_BJ, live_BJ, followed_BJ, p_BJ, q_BJ)
+    return Match(jnp.sum(path_BD > 0, axis=1, dtype=jnp.int32), path_BD, at(choice_BT, node_B))
 
 
 def _nothing_drafted(p_BTV: jax.Array, depth: int) -> Verdict:
@@ -260,56 +183,17 @@ def _nothing_drafted(p_BTV: jax.Array, depth: int) -> Verdict:
     return Verdict(none_B, jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, 0), p_BTV.dtype), p_BTV[:, 0])
 
 
-def _at_most_one(weight_B: jax.Array, q_B: jax.Array) -> jax.Array:
-    """min(1, weight / q) without 0 / 0: what the target cannot say never stands."""
-    is_less_B = weight_B < q_B
-    return jnp.where(is_less_B, weight_B / jnp.where(is_less_B, q_B, 1), (weight_B > 0).astype(weight_B.dtype))
-
-
-def _reject(
-    round_: _Round, node_B: jax.Array, j_B: jax.Array, alpha_B: jax.Array, left: _Left, weighed_B: jax.Array
-) -> tuple[jax.Array, _Left]:
-    """The mass of r = max(alpha p - q, 0) at a node whose child j was rejected, and what that leaves of its laws.
-
-    Rows that are not to be weighed get mass 1 and laws that are not normalised, which will do for a last draw.
-    """
-    if round_.q_BXV is None:
-        # q is one-hot: x leaves p. No other token matters.
-        kept_B = jnp.maximum(1 - left.a * _at(round_.p_BJ, j_B), 0)
-        a_B = jnp.where(kept_B > 0, left.a / jnp.where(kept_B > 0, kept_B, 1), 0)
-        return alpha_B * kept_B, left._replace(a=a_B)
-    q_BXV = round_.q_BXV
-    a_B = alpha_B * left.a
-    b_B = alpha_B * left.b + 1 / jnp.where(left.share > 0, left.share, 1)
-
-    def weigh() -> tuple[jax.Array, jax.Array]:
-        p_BV, q_BV = _row(round_.p_BTV, node_B), _row(q_BXV, _at(round_.law_BJ, j_B))
-        mass_B = jnp.sum(jnp.maximum(a_B[:, None] * p_BV - b_B[:, None] * q_BV, 0), axis=-1)
-        # Summed anew: 1 - q(x) would lose what a peaked q leaves.
-        tried_BJ = (round_.parent_BJ == node_B[:, None]) & (
-            jnp.arange(round_.live_BJ.shape[1])[None, :] <= j_B[:, None]
-        )
-        return mass_B, jnp.sum(_without(q_BV, round_.tokens_BJ, tried_BJ & round_.live_BJ), axis=-1)
-
-    one_B = jnp.ones_like(alpha_B)
-    mass_B, share_B = lax.cond(jnp.any(weighed_B), weigh, lambda: (one_B, one_B))
-    # A row must not feel that a neighbour was weighed.
-    mass_B, share_B = (jnp.where(weighed_B, x_B, 1) for x_B in (mass_B, share_B))
-    by_B = jnp.where(mass_B > 0, 1 / jnp.where(mass_B > 0, mass_B, 1), 0)
-    return mass_B, _Left(a_B * by_B, b_B * by_B, share_B)
-
-
-def _last(round_: _Round, node_B: jax.Array, left: _Left) -> jax.Array:
-    """The weights of the token after a node, all of whose live children were rejected."""
-    p_BV = _row(round_.p_BTV, node_B)
-    gone_BJ = round_.live_BJ & (round_.parent_BJ == node_B[:, None])
-    left_BV = p_BV
-    if round_.q_BXV is not None:
-        q_BV = _row(round_.q_BXV, _at(round_.law_BJ, jnp.argmax(gone_BJ, axis=1)))
-        left_BV = jnp.maximum(left.a[:, None] * p_BV - left.b[:, None] * q_BV, 0)
-    left_BV = _without(left_BV, round_.tokens_BJ, gone_BJ)
-    # Empty means p = q: only rounding can reject there, and p itself is the law.
-    return jnp.where(jnp.any(left_BV > 0, axis=-1, keepdims=True), left_BV, p_BV)
+def _climb(topology: Topology, node_B: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
+    """How deep a node lies, and the path to it."""
+    parent_BT, depth_BT = (jnp.pad(x_BJ, ((0, 0), (1, 0))) for x_BJ in topology)
+    n_accepted_B = at(depth_BT, node_B)
+    path = []
+    for level in range(depth, 0, -1):
+        is_here_B = n_accepted_B >= level
+        path.append(jnp.where(is_here_B, node_B, 0))
+        node_B = jnp.where(is_here_B, at(parent_BT, node_B), node_B)
+    path_BD = jnp.stack(path[::-1], axis=1) if depth else jnp.zeros((node_B.shape[0], 0), jnp.int32)
+    return n_accepted_B, path_BD
 
 
 class _Tour(NamedTuple):
@@ -319,7 +203,7 @@ class _Tour(NamedTuple):
     length_B: jax.Array
 
 
-def _tour(round_: _Round, topology: Topology) -> tuple[_Round, _Tour]:
+def _tour(round_: Round, topology: Topology) -> tuple[Round, _Tour]:
     """The tour, and the round with nothing live below what is not."""
     drafted = round_.live_BJ.shape[1]
     above_BJJ = ancestors(topology)[:, 1:, 1:]
@@ -340,33 +224,3 @@ def _tour(round_: _Round, topology: Topology) -> tuple[_Round, _Tour]:
     empty_E = jnp.full((2 * drafted,), -1, jnp.int32)
     event_BE = jax.vmap(lambda times_E: empty_E.at[times_E].set(events_E, mode="drop"))(times_BE)
     return round_._replace(live_BJ=live_BJ), _Tour(event_BE, 2 * jnp.sum(live_BJ, axis=1, dtype=jnp.int32))
-
-
-def _climb(topology: Topology, node_B: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
-    """How deep a node lies, and the path to it."""
-    parent_BT, depth_BT = (jnp.pad(x_BJ, ((0, 0), (1, 0))) for x_BJ in topology)
-    n_accepted_B = _at(depth_BT, node_B)
-    path = []
-    for level in range(depth, 0, -1):
-        is_here_B = n_accepted_B >= level
-        path.append(jnp.where(is_here_B, node_B, 0))
-        node_B = jnp.where(is_here_B, _at(parent_BT, node_B), node_B)
-    path_BD = jnp.stack(path[::-1], axis=1) if depth else jnp.zeros((node_B.shape[0], 0), jnp.int32)
-    return n_accepted_B, path_BD
-
-
-def _at(x_BX: jax.Array, index_B: jax.Array) -> jax.Array:
-    """One value per row."""
-    return jnp.take_along_axis(x_BX, index_B[:, None], axis=1)[:, 0]
-
-
-def _row(laws_BXV: jax.Array, index_B: jax.Array) -> jax.Array:
-    """One law per row."""
-    return jax.vmap(lambda laws_XV, index: laws_XV[index])(laws_BXV, index_B)
-
-
-def _without(law_BV: jax.Array, tokens_BJ: jax.Array, gone_BJ: jax.Array) -> jax.Array:
-    """``law_BV`` with 0 at some tokens."""
-    # An index past the end drops the write.
-    ids_BJ = jnp.where(gone_BJ, tokens_BJ, law_BV.shape[-1])
-    return jax.vmap(lambda law_V, ids_J: law_V.at[ids_J].set(0, mode="drop"))(law_BV, ids_BJ)

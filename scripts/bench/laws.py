@@ -23,8 +23,7 @@ from jaxspec.speculate.judge import Law, Round, judge
 from jaxspec.speculate.sampling import RowSampling, round_uniforms
 from jaxspec.speculate.state import Context
 from jaxspec.speculate.step import Decoder
-from jaxspec.speculate.topology import chain
-from jaxspec.speculate.verify import Drafts
+from jaxspec.speculate.topology import Drafts, chain
 from jaxspec.text import Tokenizer
 from scripts.bench.passes import Bare
 from scripts.bench.timing import interleaved, ratio, seconds

@@ -142,7 +142,7 @@ def test_rows_that_copy_and_rows_that_draft_share_a_step(hybrid):
 
 
 def test_a_model_that_drafts_again_after_copies_has_taken_them_in(hybrid):
-    """Not one slot is left out. Short suffixes are found often and seldom right: many turns from copies to the model."""
+    """Not one slot is left out. Short suffixes are found often and seldom right, so copies and the model take turns."""
     made, kinds = prompts(hybrid, 2, 0), Kinds(filled=hybrid.engine.programs)
     sampling = SamplingParams(max_tokens=41, temperature=1.0, ignore_eos=True)
     with hybrid.watch.meddling(kinds):

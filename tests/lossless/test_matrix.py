@@ -42,8 +42,8 @@ def test_sampled_text_follows_the_target(case: Case, rig: SmallRig, plain: Texts
     """A02, A03, A10, A14, A15: at batch 8, and the same texts alone (under block in a state of one row). Coupled: the
     plain text itself.
 
-    By the noncentral chi-square, one case (4,280 tokens, 6 cells) sees with a chance of 0.9 that 5.3 % of the mass moved
-    from the half that the drafter favours to the other; all cases of a law together (over 100,000) see 1.1 %.
+    By the noncentral chi-square, one case (4,280 tokens, 6 cells) sees with a chance of 0.9 that 5.3 % of the mass
+    moved from the half that the drafter favours to the other; all cases of a law together (over 100,000) see 1.1 %.
     """
     jobs = sampled_jobs(options)
     streams = rig.chunks(jobs)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.speculate.topology import Topology
-from jaxspec.speculate.verify import Drafts, Verdict
+from jaxspec.speculate.topology import Drafts, Topology
+from jaxspec.speculate.verify import Verdict
 
 
 def prefixes(vocab, length):

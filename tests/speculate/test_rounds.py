@@ -7,8 +7,7 @@ import pytest
 
 from jaxspec.speculate import noise, sampling, verify
 from jaxspec.speculate.noise import Draws
-from jaxspec.speculate.topology import Topology, chain
-from jaxspec.speculate.verify import Drafts
+from jaxspec.speculate.topology import Drafts, Topology, chain
 from tests.speculate import enumeration, oracle
 from tests.speculate.enumeration import SHAPES, Case
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec.speculate import verify
 from jaxspec.speculate.siblings import draw_siblings
+from jaxspec.speculate.topology import Drafts
 from jaxspec.speculate.tree import StaticTree
-from jaxspec.speculate.verify import Drafts
 from tests.speculate import enumeration, oracle
 from tests.speculate.enumeration import Case, Shape
 

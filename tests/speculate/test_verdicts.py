@@ -8,8 +8,7 @@ import pytest
 from jaxspec.shapes import GAMMA_MAX
 from jaxspec.speculate import sampling, verify
 from jaxspec.speculate.sampling import RowSampling
-from jaxspec.speculate.topology import Topology, chain
-from jaxspec.speculate.verify import Drafts
+from jaxspec.speculate.topology import Drafts, Topology, chain
 from tests.speculate import oracle
 
 final_law, round_uniforms = jax.jit(sampling.final_law), jax.jit(sampling.round_uniforms, static_argnums=2)
